@@ -1,0 +1,205 @@
+"""Files that survive a kill: atomic writes, exclusive creation, synced appends, and a lock.
+
+An acknowledged write is on disk: the file is synced before it gets its name, the folder after
+(SAFETY, "Rules that follow"). After a failed fsync nothing is retried on the same descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "FileLock",
+    "append_json_line",
+    "create_exclusive",
+    "dump_json",
+    "fsync_folder",
+    "read_json_lines",
+    "remove",
+    "write_atomic",
+]
+
+_MODE = 0o600
+
+
+def dump_json(value: Any) -> str:
+    """Return the canonical JSON of `value`: sorted keys, no spaces, no NaN or infinity."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names inside `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.write(fd, view)
+        if written == 0:
+            raise OSError(errno.EIO, "write made no progress")
+        view = view[written:]
+
+
+@contextlib.contextmanager
+def _temporary(path: Path, data: bytes) -> Iterator[Path]:
+    """Write `data`, synced, to a new file beside `path`; gone again on leaving."""
+    temp = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    try:
+        try:
+            _write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        yield temp
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temp.unlink()
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Replace `path` by `data`: readers see the old bytes or the new ones, never a part."""
+    raw = data.encode() if isinstance(data, str) else data
+    with _temporary(path, raw) as temp:
+        temp.rename(path)
+        fsync_folder(path.parent)
+
+
+def create_exclusive(path: Path, data: bytes | str) -> None:
+    """Create `path` with `data` once.
+
+    Raises:
+        FileExistsError: somebody else has created it; its bytes are untouched.
+    """
+    raw = data.encode() if isinstance(data, str) else data
+    with _temporary(path, raw) as temp:
+        os.link(temp, path, follow_symlinks=False)
+        fsync_folder(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove `path` durably; a missing file is fine, removal is idempotent."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    if path.parent.is_dir():
+        fsync_folder(path.parent)
+
+
+def append_json_line(path: Path, value: Any) -> None:
+    """Append one JSON line, synced. One writer a file; a torn tail is cut by the reader."""
+    line = (dump_json(value) + "\n").encode()
+    existed = path.exists()
+    fd = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE
+    )
+    try:
+        # A line torn by a kill must not swallow the next one.
+        size = os.fstat(fd).st_size
+        if size and _last_byte(path) != b"\n":
+            line = b"\n" + line
+        _write_all(fd, line)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    if not existed:
+        fsync_folder(path.parent)
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a JSON-lines file; lines torn by a kill are left out."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+class FileLock:
+    """An exclusive flock on a separate, never renamed file; freed by the kernel at process exit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd: int | None = None
+
+    def acquire(self, *, blocking: bool = False) -> bool:
+        """Take the lock; False if somebody else holds it and `blocking` is off."""
+        if self._fd is not None:
+            return True
+        while True:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+            except BlockingIOError:
+                os.close(fd)
+                return False
+            except BaseException:
+                os.close(fd)
+                raise
+            # Whoever waited may hold the lock of a file that is no longer there.
+            try:
+                same = os.path.samestat(os.fstat(fd), os.stat(self.path))
+            except FileNotFoundError:
+                same = False
+            if same and stat.S_ISREG(os.fstat(fd).st_mode):
+                self._fd = fd
+                return True
+            os.close(fd)
+
+    def held_elsewhere(self) -> bool:
+        """Whether another process holds the lock now; takes nothing and creates nothing."""
+        if self._fd is not None:
+            return False
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            # A shared try-lock fails only while somebody holds the exclusive one.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def release(self) -> None:
+        """Give the lock back; releasing twice is fine."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+    def __enter__(self) -> FileLock:
+        self.acquire(blocking=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
