@@ -1,0 +1,360 @@
+"""The verdict on a terminal: tables that a person reads at a glance.
+
+Everything is returned as text, so the caller decides where it goes. Colour follows the terminal:
+NO_COLOR, TERM=dumb and a pipe give plain text. Whatever a server or a file said goes through
+`pytest_dsv41.text.visible` first, so no text of theirs can move the cursor.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from pytest_dsv41.report.model import (
+    EXIT_MEANINGS,
+    SeriesRow,
+    WindowFiles,
+    archive_text,
+    decision_rows,
+    duration_text,
+    interval_text,
+    number_text,
+    percent_text,
+    restore_text,
+    seconds_between,
+    series_rows,
+    spread_rows,
+    watch_text,
+    window_files,
+)
+from pytest_dsv41.text import one_line
+from pytest_dsv41.window.summary import WATCH_FAILED, Summary
+
+__all__ = ["console_width", "render_decision", "render_files", "render_window", "wants_color"]
+
+_STYLE: Final[dict[str, str]] = {
+    "CANDIDATE": "bold green",
+    "WIN": "bold green",
+    "COMPLETE": "bold green",
+    "NOT A CANDIDATE": "bold red",
+    "LOSS": "bold red",
+    "REFUSED": "bold magenta",
+    "INCONCLUSIVE": "bold yellow",
+    "INCOMPLETE": "bold magenta",
+}
+
+
+def wants_color(stream: Any = None) -> bool:
+    """Whether `stream` (default: stdout) is a terminal that shows colour and may get it."""
+    stream = sys.stdout if stream is None else stream
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "") == "dumb":
+        return False
+    return bool(getattr(stream, "isatty", lambda: False)())
+
+
+def console_width(columns: int | None = None) -> int:
+    """Return the width to lay out for: the terminal's, between 80 and 120."""
+    return min(120, max(80, columns or shutil.get_terminal_size((100, 24)).columns))
+
+
+def _safe(text: object, style: str = "", limit: int = 300) -> Text:
+    return Text(one_line(str(text), limit), style=style)
+
+
+def _verdict(text: str) -> Text:
+    return _safe(text, _STYLE.get(text, ""))
+
+
+def _series_verdict(row: SeriesRow) -> Text:
+    if row.role == "guard":
+        return _verdict(row.verdict) if row.verdict == "LOSS" else Text("no loss", style="dim")
+    return Text() if row.verdict == row.cell_verdict else _verdict(row.verdict)
+
+
+def _table(rows: Sequence[SeriesRow]) -> Table:
+    with_p = any(row.p is not None for row in rows)
+    table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    table.add_column("cell / series", overflow="fold", min_width=19)
+    for title in ("control", "candidate", "gain", "95 % interval", *(["p"] if with_p else [])):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("worse", justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    blank = [""] * (5 + with_p)
+    for cell, members in groupby(rows, key=lambda row: row.cell):
+        series = list(members)
+        heading = _safe(cell, "bold")
+        if not series[0].decides:
+            heading.append(" (reported)", "dim")
+        table.add_row(heading, *blank, _verdict(series[0].cell_verdict))
+        for row in series:
+            if not row.metric:
+                continue
+            name = _safe(row.metric, "" if row.role == "primary" else "dim")
+            table.add_row(
+                Padding(name, (0, 0, 0, 1)),
+                number_text(row.control),
+                number_text(row.candidate),
+                percent_text(row.gain),
+                interval_text(row.low, row.high),
+                *([number_text(row.p)] if with_p else []),
+                "–" if row.worse is None else f"{row.worse}/{row.n_candidate}",
+                _series_verdict(row),
+            )
+    return table
+
+
+def _why(rows: Sequence[SeriesRow], sentences: Sequence[str]) -> list[RenderableType]:
+    if sentences:
+        return [_indented(_safe(sentence, limit=600)) for sentence in sentences]
+    return [
+        _indented(_safe(f"{row.cell}{f' {row.metric}' if row.metric else ''}: {row.reason}"))
+        for row in rows
+        if row.reason
+    ]
+
+
+def _indented(text: Text) -> RenderableType:
+    return Padding(text, (0, 0, 0, 2))
+
+
+def _decision(
+    arm: str,
+    decision: Mapping[str, Any],
+    rows: Sequence[SeriesRow],
+    sentences: Sequence[str],
+) -> Group:
+    rule = str(decision.get("rule", ""))
+    if decision.get("rule_revision") is not None:
+        rule += f", revision {decision['rule_revision']}"
+    head = Text.assemble(
+        _safe(arm, "bold"),
+        ": ",
+        _verdict(str(decision.get("verdict", ""))),
+        "  ",
+        _safe(rule, "dim"),
+    )
+    parts: list[RenderableType] = [head]
+    for kind in ("groups", "profiles"):
+        named = decision.get(kind)
+        for name, group in named.items() if isinstance(named, Mapping) else ():
+            if isinstance(group, Mapping):
+                cells = ", ".join(str(cell) for cell in group.get("cells") or ())
+                parts.append(
+                    Text.assemble(
+                        "  ",
+                        _safe(name),
+                        ": ",
+                        _verdict(str(group.get("verdict", ""))),
+                        " on ",
+                        _safe(cells),
+                    )
+                )
+    parts.append(_table(rows))
+    parts += _why(rows, sentences)
+    return Group(*parts)
+
+
+def _spreads(summary: Summary) -> list[RenderableType]:
+    rows = spread_rows(summary)
+    if not rows:
+        return []
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold")
+    table.add_column("spread of the control repeats", overflow="fold")
+    table.add_column("this window", justify="right", no_wrap=True)
+    table.add_column("archive, same definition", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            _safe(f"{row.cell} {row.metric}"),
+            percent_text(row.in_window, signed=False, digits=2),
+            percent_text(row.archive, signed=False, digits=2)
+            if row.archive is not None
+            else "none",
+        )
+    notes = [
+        _indented(_safe(f"{row.cell} {row.metric}: {row.note}", "yellow"))
+        for row in rows
+        if row.larger
+    ]
+    return [Text(), table, *notes]
+
+
+def _facts(summary: Summary) -> list[RenderableType]:
+    """The lines below the tables: what was asked for, what is missing, production, the archive."""
+    lines: list[tuple[str, str, str]] = []
+    if summary.promotion:
+        promotion = summary.promotion
+        profile = f", profile {promotion.profile}" if promotion.profile else ""
+        lines.append(
+            ("promotion", f"{promotion.arm}{profile}, on {', '.join(promotion.cells)}", "green")
+        )
+    if summary.stopped:
+        lines.append(("stopped", summary.stopped, "magenta"))
+    lines += [("incomplete", text, "magenta") for text in summary.incomplete]
+    lines.append(
+        ("restore", restore_text(summary), "" if summary.restore.production_up else "bold red")
+    )
+    lines.append(
+        (
+            "watch",
+            watch_text(summary),
+            "bold red" if summary.watch.status.startswith(WATCH_FAILED) else "",
+        )
+    )
+    if summary.chain:
+        lines.append(("chain", summary.chain, ""))
+    if summary.archive:
+        lines.append(("archive", archive_text(summary), ""))
+    lines += [("ALERT", text, "bold red") for text in summary.alerts]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text, style in lines:
+        table.add_row(Text(label, style="dim" if label != "ALERT" else style), _safe(text, style))
+    return [Text(), table]
+
+
+def _header(files: WindowFiles) -> list[RenderableType]:
+    summary = files.summary
+    title = Text.assemble(_safe(f"{files.lane} {files.name}", "bold"), ": ", _verdict(files.status))
+    parts: list[RenderableType] = [Rule(title, characters="=", style="dim")]
+    facts = [f"window {files.id}"]
+    if summary:
+        if summary.window.seed is not None:
+            facts.append(f"seed {summary.window.seed}")
+        span = seconds_between(summary.started_utc, summary.ended_utc)
+        if span is not None:
+            facts.append(duration_text(span))
+        measured = sum(item.outcome == "measured" for item in files.items)
+        facts.append(f"{measured} of {len(files.items)} items measured")
+        if summary.window.hypothesis:
+            parts.append(_safe(summary.window.hypothesis, "italic"))
+    parts.append(_safe(", ".join(facts), "dim"))
+    return parts
+
+
+def render_files(
+    files: WindowFiles,
+    *,
+    width: int | None = None,
+    color: bool | None = None,
+    encoding: str = "utf-8",
+) -> str:
+    """Return a window's report as text, ending with a newline.
+
+    Args:
+        files: what `load_window` read.
+        width: columns to lay out for, clipped to 80 to 120; None: the terminal's.
+        color: escape codes for colour; None: as stdout can show them.
+        encoding: of the terminal; what it cannot show becomes a question mark.
+    """
+    parts = _header(files)
+    summary = files.summary
+    if summary is None:
+        parts.append(
+            _safe("no summary.json: the window was killed, or it still runs", "bold magenta")
+        )
+    else:
+        rows = series_rows(files)
+        for arm, decision in summary.decisions.items():
+            of_arm = [row for row in rows if row.arm == arm]
+            sentences = summary.explanations.get(arm, ())
+            parts.append(Text())
+            parts.append(_decision(arm, decision, of_arm, sentences))
+        parts += _spreads(summary)
+        parts += _facts(summary)
+    parts += _broken_items(files)
+    if summary is not None:
+        meaning = EXIT_MEANINGS.get(summary.exit_code, "pytest's own code")
+        parts.append(
+            Text.assemble(
+                _verdict(summary.status), "  ", _safe(f"exit {summary.exit_code}: {meaning}")
+            )
+        )
+    return _print(Group(*parts), width, color, encoding)
+
+
+def _broken_items(files: WindowFiles) -> list[RenderableType]:
+    """The first items that gave no value, each with its reason."""
+    shown = 8
+    broken = [item for item in files.items if item.outcome in {"failed", "refused"}]
+    lines: list[RenderableType] = [
+        _safe(f"{item.id} {item.outcome}: {item.reason or item.kind or 'no reason given'}", "red")
+        for item in broken[:shown]
+    ]
+    if len(broken) > shown:
+        lines.append(_safe(f"… and {len(broken) - shown} more, see values.jsonl", "red"))
+    return lines
+
+
+def render_window(
+    summary: Summary,
+    plan: Mapping[str, Any],
+    values: Sequence[Mapping[str, Any]],
+    *,
+    width: int | None = None,
+    color: bool | None = None,
+    encoding: str = "utf-8",
+) -> str:
+    """Return a window's report as text, from what is in memory.
+
+    Args:
+        summary: the window's summary.
+        plan: the content of plan.json.
+        values: the lines of values.jsonl.
+        width, color, encoding: as `render_files`.
+    """
+    files = window_files(Path(summary.window.folder), summary, plan, values)
+    return render_files(files, width=width, color=color, encoding=encoding)
+
+
+def render_decision(
+    arm: str,
+    decision: Mapping[str, Any],
+    sentences: Sequence[str] = (),
+    *,
+    width: int | None = None,
+    color: bool | None = None,
+    encoding: str = "utf-8",
+) -> str:
+    """Return one decision (`Decision.to_dict()`) as text: the table and why.
+
+    Args:
+        arm: the candidate arm's name.
+        decision: the decision as JSON values.
+        sentences: `Decision.explain()`; without them the reasons of the series are shown.
+        width, color, encoding: as `render_files`.
+    """
+    rows = decision_rows(arm, decision)
+    return _print(_decision(arm, decision, rows, sentences), width, color, encoding)
+
+
+def _print(what: RenderableType, width: int | None, color: bool | None, encoding: str) -> str:
+    colored = wants_color() if color is None else color
+    console = Console(
+        file=io.StringIO(),
+        width=console_width(width),
+        force_terminal=colored,
+        color_system="standard" if colored else None,
+        no_color=not colored,
+        legacy_windows=False,
+        emoji=False,
+        markup=False,
+        highlight=False,
+    )
+    with console.capture() as captured:
+        console.print(what)
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    text = "\n".join(lines) + "\n"
+    return text.encode(encoding, "replace").decode(encoding)
