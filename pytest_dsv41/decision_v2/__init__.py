@@ -5,10 +5,18 @@ Pure arithmetic on numbers that somebody else measured: numpy and scipy, no inpu
 
 from __future__ import annotations
 
+from .pairs import (
+    SeededSeries,
+    decide_paired_cell,
+    decide_paired_window,
+    report_paired_window,
+    seeded_series,
+)
 from .repeats import decide_cell, decide_window, report_window
 from .resolution import Resolution, half_width, least_design, parse_design, pooled_cv, queue
 from .result import Advice, CellResult, Decision, Group, SeriesResult
 from .series import ORIENTATION, Refused, Series, metric_label, prompt_identity
+from .signflip import SignFlip, sign_flip
 
 __all__ = [
     "ORIENTATION",
@@ -18,9 +26,13 @@ __all__ = [
     "Group",
     "Refused",
     "Resolution",
+    "SeededSeries",
     "Series",
     "SeriesResult",
+    "SignFlip",
     "decide_cell",
+    "decide_paired_cell",
+    "decide_paired_window",
     "decide_window",
     "half_width",
     "least_design",
@@ -29,5 +41,8 @@ __all__ = [
     "pooled_cv",
     "prompt_identity",
     "queue",
+    "report_paired_window",
     "report_window",
+    "seeded_series",
+    "sign_flip",
 ]

@@ -17,7 +17,19 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["REQUIRED_GAIN", "Repeats", "c4", "mean_var", "needed", "t975", "win2_repeats"]
+__all__ = [
+    "REQUIRED_GAIN",
+    "SIGNIFICANT",
+    "Pairs",
+    "Repeats",
+    "c4",
+    "mean_var",
+    "needed",
+    "pair_verdicts",
+    "t975",
+    "win2_pairs",
+    "win2_repeats",
+]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -169,3 +181,80 @@ def _welch_df(vc: Floats, vx: Floats, nc: int, nx: int) -> Ints:
     np.floor(total, out=total)
     np.clip(total, min(nc, nx) - 1, nc + nx - 2, out=total)
     return total.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What win2-paired-v1 computes for one series before its sign-flip test, one entry a trial.
+
+    `aa_*` describe the two control starts against each other, without any start_sd; they are None
+    with one control start.
+    """
+
+    differences: Floats
+    point: Floats
+    var: Floats
+    half: Floats
+    low: Floats
+    high: Floats
+    aa_differences: Floats | None
+    aa_point: Floats | None
+    aa_half: Floats | None
+
+
+def win2_pairs(
+    controls: Floats,
+    candidate: Floats,
+    *,
+    lower_is_better: bool,
+    start_sd: float = 0.0,
+) -> Pairs:
+    """Intervals of seeded pairs (RULES section 2).
+
+    `controls` is (k, n, trials), `candidate` (n, trials). The control of a pair is the mean over the k control starts. The interval holds the pairs'
+    spread and the registered between-start SD, once for the candidate and 1/k for the controls.
+    """
+    k, n = controls.shape[:2]
+    control = controls.sum(axis=0)
+    control /= k
+    differences = _relative(control, candidate, lower_is_better)
+    point, var = mean_var(differences)
+    t = t975(n - 1)
+    half = t * np.sqrt(var / n + start_sd**2 * (1 + 1 / k))
+    if k == 1:
+        return Pairs(differences, point, var, half, point - half, point + half, None, None, None)
+    drift = _relative(controls[0], controls[1], lower_is_better)
+    aa_point, aa_var = mean_var(drift)
+    aa_half = t * np.sqrt(aa_var / n)
+    return Pairs(
+        differences, point, var, half, point - half, point + half, drift, aa_point, aa_half
+    )
+
+
+def _relative(control: Floats, candidate: Floats, lower_is_better: bool) -> Floats:
+    out = candidate - control
+    out /= control
+    if lower_is_better:
+        np.negative(out, out=out)
+    return out
+
+
+SIGNIFICANT = 0.05
+
+
+def pair_verdicts(
+    pairs: Pairs, p: Floats, aa_p: Floats | None = None, *, aa_half: Floats | None = None
+) -> tuple[Bools, Bools, Bools]:
+    """(WIN, LOSS, drift) of each trial. WIN and LOSS are meant before drift overrules them.
+
+    `p` and `aa_p` are the sign-flip tests of the pairs and of the control starts; `aa_half` takes
+    the place of the plain A/A interval's half width.
+    """
+    significant = p < SIGNIFICANT
+    win = (pairs.point > REQUIRED_GAIN) & (pairs.low > 0) & significant
+    loss = (pairs.high < 0) & significant
+    if pairs.aa_point is None or pairs.aa_half is None or aa_p is None:
+        return win, loss, np.zeros_like(win)
+    drift = np.abs(pairs.aa_point) > (pairs.aa_half if aa_half is None else aa_half)
+    drift &= aa_p < SIGNIFICANT
+    return win, loss, drift

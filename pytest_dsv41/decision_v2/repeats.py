@@ -60,6 +60,11 @@ def decide_window(
     """
     cells = _by_cell(series)
     decisive = check_decision_cells(decision_cells, cells)
+    if len(decisive) > MAX_DECISION_CELLS:
+        raise Refused(
+            f"{len(decisive)} decision cells ({', '.join(decisive)}); at most "
+            f"{MAX_DECISION_CELLS} may decide a window"
+        )
     checked = _check_groups(groups or {}, cells)
     return _judge(cells, decisive, checked, revision)
 
@@ -141,7 +146,7 @@ def _by_cell(series: Iterable[Series]) -> dict[str, list[Series]]:
 
 
 def check_decision_cells(names: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
-    """`names` as a tuple, or `Refused`: none, more than two, twice the same, or unknown ones."""
+    """`names` as a tuple, or `Refused`: none, twice the same, or unknown ones."""
     if isinstance(names, str):
         raise Refused(f"decision cells are a list of names, got the text {names!r}")
     decisive = tuple(names)
@@ -153,11 +158,6 @@ def check_decision_cells(names: Sequence[str], known: Iterable[str]) -> tuple[st
     for name in decisive:
         if name not in cells:
             raise Refused(f"decision cell {name!r} has no series; cells: {', '.join(cells)}")
-    if len(decisive) > MAX_DECISION_CELLS:
-        raise Refused(
-            f"{len(decisive)} decision cells ({', '.join(decisive)}); at most "
-            f"{MAX_DECISION_CELLS} may decide a window"
-        )
     return decisive
 
 
