@@ -1,0 +1,486 @@
+"""The plan: what will run, in which order, how long it takes, and what it can show.
+
+A plan is made from the window and the definitions of its cells alone, is written as `plan.json`
+before anything is touched, and is enough, with the values, to decide again later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..durable import dump_json
+from ..errors import UsageError
+from ..text import one_line
+from .schedule import Start, layout
+from .source import choices, shown
+from .spec import WindowSpec
+
+__all__ = ["Estimate", "Plan", "PlannedItem", "describe_plan", "make_plan", "render_plan"]
+
+SCHEMA = "dsv41-plan-v1"
+WIDTH = 100
+
+Spreads = Callable[[str, str], float | None]
+"""The archive's spread of one repeat (a fraction) of a cell and metric, None when not known."""
+
+_ADVISED_CONTROLS = 4
+"""Control repeats advised when unpaired (WIN2, "When to pair")."""
+
+_POWER_4V3 = {"gain": (26.4, 62.1), "loss": (22.2, 53.3)}
+_POWER_3V3 = {"gain": (17.3, 45.1), "loss": (16.8, 41.6)}
+"""WIN2's power table at cv 2 %: percent found of a true 3 % and 5 % gain or loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedItem:
+    """One measurement: `index` is its place in the window's order, from 0."""
+
+    id: str
+    start: str
+    arm: str
+    cell: str
+    repeat: int
+    index: int
+    decision: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Expected seconds. `starts_s` is None when nothing says how long a start takes.
+
+    `down_s` is how long production is down (0 when the target holds nothing); `total_s` adds the
+    watch; both leave out starts that are not estimated. `window_s` is the window's deadline.
+    """
+
+    items_s: float
+    starts_s: float | None
+    watch_s: float
+    down_s: float
+    total_s: float
+    window_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The ordered starts and items of one window, with everything that defines them.
+
+    `spec` is the resolved window as JSON (`window` gives it typed), `cells` the definition of each
+    cell by name, `estimates` the expected seconds of one item of each cell. `digest` is the
+    sha256 of everything that matters to the result: not of the window's id, texts and folders.
+    """
+
+    window_id: str
+    seed: int
+    spec: dict[str, Any]
+    starts: tuple[Start, ...]
+    items: tuple[PlannedItem, ...]
+    cells: dict[str, dict[str, Any]]
+    estimates: dict[str, float]
+    digest: str
+
+    @functools.cached_property
+    def window(self) -> WindowSpec:
+        """The window as it was checked."""
+        return WindowSpec.model_validate(self.spec)
+
+    @property
+    def estimate(self) -> Estimate:
+        """How long the window takes, in seconds."""
+        return _estimate(self.window, self.items, self.estimates)
+
+    def profile(self, cell: str) -> str:
+        """The profile of a cell, "single" or "multi": the window's word, else the cell's own."""
+        return self.window.cell(cell).profile or str(self.cells[cell].get("profile", "single"))
+
+    def primary(self, cell: str) -> str:
+        """The primary metric of a cell; a report-only cell that names none has its kind's own."""
+        named = self.window.cell(cell).primary
+        if named:
+            return named
+        return "ttft_ms" if self.cells[cell].get("kind") == "prefill" else "ms_per_round"
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values; `from_json` reads it back."""
+        return {
+            "schema": SCHEMA,
+            "window_id": self.window_id,
+            "seed": self.seed,
+            "digest": self.digest,
+            "spec": self.spec,
+            "starts": [start.model_dump() for start in self.starts],
+            "items": [dataclasses.asdict(item) for item in self.items],
+            "cells": self.cells,
+            "estimates": self.estimates,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Plan:
+        """Read a plan back.
+
+        Raises:
+            UsageError: it is damaged, or of another schema; one line.
+        """
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, Mapping) else data
+            raise UsageError(f"no plan of schema {SCHEMA}, but {shown(found)}")
+        try:
+            plan = cls(
+                window_id=_typed(data, "window_id", str),
+                seed=_typed(data, "seed", int),
+                spec=_typed(data, "spec", dict),
+                starts=tuple(Start.model_validate(start) for start in data["starts"]),
+                items=tuple(PlannedItem(**item) for item in data["items"]),
+                cells=_typed(data, "cells", dict),
+                estimates=_typed(data, "estimates", dict),
+                digest=_typed(data, "digest", str),
+            )
+            window = plan.window
+            intact = plan.digest == _digest(plan)
+        except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UsageError(f"the plan is damaged: {one_line(first)}") from None
+        if not intact or [*_order(window)] != [*plan.items]:
+            raise UsageError("the plan is damaged: its digest does not fit its content")
+        return plan
+
+
+def make_plan(
+    spec: WindowSpec,
+    cells: Mapping[str, Mapping[str, Any]],
+    *,
+    window_id: str,
+    seed: int | None = None,
+    estimates: Mapping[str, float] | None = None,
+) -> Plan:
+    """Make the plan of a window.
+
+    Args:
+        spec: the checked window.
+        cells: the definition (JSON) of every known cell by name; `estimated_s`, `profile` and
+            `kind` are read from it.
+        window_id: the window's unique id.
+        seed: the window's seed; None takes the file's, else one made from the id.
+        estimates: seconds of one item by cell, known from earlier windows; they win over the
+            cell's own `estimated_s`, the file's `estimated_s` over both.
+
+    Raises:
+        SpecError: the window names a cell that does not exist.
+    """
+    used: dict[str, dict[str, Any]] = {}
+    seconds: dict[str, float] = {}
+    for position, use in enumerate(spec.cells):
+        if use.name not in cells:
+            raise spec.error(
+                ("cells", position, "name"),
+                f"unknown cell {shown(use.name)}{choices(use.name, sorted(cells))}",
+            )
+        used[use.name] = dict(cells[use.name])
+        known = (estimates or {}).get(use.name, used[use.name].get("estimated_s", 10.0))
+        seconds[use.name] = float(known if use.estimated_s is None else use.estimated_s)
+    if seed is None:
+        seed = _seed_of(window_id) if spec.seed is None else spec.seed
+    plan = Plan(
+        window_id=window_id,
+        seed=seed,
+        spec=spec.to_json(),
+        starts=spec.starts,
+        items=tuple(_order(spec)),
+        cells=used,
+        estimates=seconds,
+        digest="",
+    )
+    return dataclasses.replace(plan, digest=_digest(plan))
+
+
+def _order(spec: WindowSpec) -> Iterator[PlannedItem]:
+    """Start by start and cell by cell; interleaved: cell by cell, the starts in turn."""
+    if spec.interleave:
+        most = max(spec.repeats.values())
+        order = [
+            (start, cell, repeat)
+            for cell in spec.cells
+            for repeat in range(most)
+            for start in spec.starts
+            if repeat < spec.repeats_of(start.name)
+        ]
+    else:
+        order = [
+            (start, cell, repeat)
+            for start in spec.starts
+            for cell in spec.cells
+            for repeat in range(spec.repeats_of(start.name))
+        ]
+    for index, (start, cell, repeat) in enumerate(order):
+        yield PlannedItem(
+            id=f"{start.name}-{cell.name}-r{repeat}",
+            start=start.name,
+            arm=start.arm,
+            cell=cell.name,
+            repeat=repeat,
+            index=index,
+            decision=cell.decision,
+        )
+
+
+_NOT_THE_RESULT = ("hypothesis", "out", "campaign", "path", "cell_modules", "variables")
+
+
+def _digest(plan: Plan) -> str:
+    spec = {key: value for key, value in plan.spec.items() if key not in _NOT_THE_RESULT}
+    spec["target"] = {key: spec["target"][key] for key in ("kind", "table")}
+    matters = {
+        "seed": plan.seed,
+        "spec": spec,
+        "starts": [start.model_dump() for start in plan.starts],
+        "items": [dataclasses.asdict(item) for item in plan.items],
+        "cells": plan.cells,
+    }
+    return hashlib.sha256(dump_json(matters).encode()).hexdigest()
+
+
+def _seed_of(window_id: str) -> int:
+    """A seed from 0 to 2^31 - 1 that the id alone gives."""
+    return int.from_bytes(hashlib.sha256(window_id.encode()).digest()[:4], "big") >> 1
+
+
+def _typed(data: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = data[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{key} is {shown(value)}")
+    return value
+
+
+def _estimate(
+    spec: WindowSpec, items: Sequence[PlannedItem], seconds: Mapping[str, float]
+) -> Estimate:
+    limits = spec.limits
+    items_s = sum(seconds[item.cell] for item in items)
+    holds = spec.target.kind != "endpoints"
+    starts_s: float | None = 0.0
+    if holds:
+        one = spec.start_estimate_s
+        starts_s = None if one is None else one * len(spec.starts)
+    down_s = items_s + (starts_s or 0.0) if holds else 0.0
+    watch_s = limits.watch_s if holds else 0.0
+    window_s = limits.window_s
+    if window_s is None:
+        # Three times the estimate, one item at its limit, and every start at its limits.
+        a_start = limits.start_s + limits.stop_s + limits.quiet_s if holds else 0.0
+        window_s = 3 * items_s + limits.item_s + a_start * len(spec.starts)
+    return Estimate(
+        items_s=items_s,
+        starts_s=starts_s,
+        watch_s=watch_s,
+        down_s=down_s,
+        total_s=items_s + (starts_s or 0.0) + watch_s,
+        window_s=window_s,
+    )
+
+
+# -- what the plan can show -----------------------------------------------------------------------
+
+
+def _designs(plan: Plan, spreads: Spreads | None) -> list[dict[str, Any]]:
+    """Each cell and candidate arm: its design, least p, half-width and what to know about it."""
+    window = plan.window
+    rows: list[dict[str, Any]] = []
+    for use in window.cells:
+        for arm in window.candidates:
+            rows.append(_design(plan, use.name, arm.name, spreads))
+    return rows
+
+
+def _design(plan: Plan, cell: str, arm: str, spreads: Spreads | None) -> dict[str, Any]:
+    window = plan.window
+    use = window.cell(cell)
+    places = layout(plan, cell, arm)
+    controls, candidates = len(places.control), len(places.candidate)
+    design = f"pairs:{candidates}" if places.paired else f"unpaired:{controls}v{candidates}"
+    primary = plan.primary(cell)
+    cv = spreads(cell, primary) if spreads else None
+    notes: list[str] = []
+    if not places.paired and controls < _ADVISED_CONTROLS and use.decision:
+        notes.append(_few_controls(controls, candidates))
+    if places.paired:
+        ids = [item for group in places.control for item in group]
+        if len(set(ids)) < len(ids):
+            notes.append(
+                "a control start stands in two brackets: their pairs share its values, so the "
+                "interval comes out a little too narrow"
+            )
+    half = None
+    if cv is not None and min(controls, candidates) >= 2:
+        half = _half_width(design, cv, bracket=window.pairing == "bracket")
+    return {
+        "cell": cell,
+        "arm": arm,
+        "decision": use.decision,
+        "profile": plan.profile(cell),
+        "primary": primary,
+        "guards": list(use.guards),
+        "design": design,
+        "paired": places.paired,
+        "control_repeats": controls,
+        "candidate_repeats": candidates,
+        "least_p": 2.0 ** (1 - candidates) if places.paired else None,
+        "archive_cv": cv,
+        "half_width": half,
+        "expected_gain": use.expected_gain,
+        "notes": notes,
+    }
+
+
+def _half_width(design: str, cv: float, *, bracket: bool) -> float:
+    # numpy and scipy are loaded only when a plan needs them.
+    from ..decision_v2 import half_width
+
+    if bracket:
+        # The mean of two control values has half their variance: 1 + 1/2 instead of 1 + 1.
+        return half_width(design, diff_cv=1.5**0.5 * cv)
+    return half_width(design, cv=cv)
+
+
+def _few_controls(controls: int, candidates: int) -> str:
+    advice = f"{controls} control repeats, unpaired; {_ADVISED_CONTROLS} are advised"
+    if (controls, candidates) != (3, 3):
+        return f"{advice} for power"
+    here, there = _POWER_3V3, _POWER_4V3
+    return (
+        f"{advice}: at a spread of 2 % a true 5 % gain is found {here['gain'][1]:g} % of the time "
+        f"({there['gain'][1]:g} % at 4 v 3), a true 3 % gain {here['gain'][0]:g} % "
+        f"({there['gain'][0]:g} %), a true 5 % loss {here['loss'][1]:g} % ({there['loss'][1]:g} %)"
+    )
+
+
+def describe_plan(plan: Plan, *, spreads: Spreads | None = None) -> dict[str, Any]:
+    """The plan for `--json`: `to_json` with times, designs and notes. Seconds and fractions."""
+    estimate = plan.estimate
+    return {
+        **plan.to_json(),
+        "minutes": {
+            "total": round(estimate.total_s / 60, 2),
+            "items": round(estimate.items_s / 60, 2),
+            "starts": None if estimate.starts_s is None else round(estimate.starts_s / 60, 2),
+            "watch": round(estimate.watch_s / 60, 2),
+            "production_down": round(estimate.down_s / 60, 2),
+            "deadline": round(estimate.window_s / 60, 2),
+        },
+        "designs": _designs(plan, spreads),
+    }
+
+
+def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
+    """The plan as plain text of at most 100 columns, ending with a newline."""
+    window, estimate = plan.window, plan.estimate
+    limits = window.limits
+    lines = [
+        f"window {plan.window_id}",
+        f"  {window.kind} window on target '{window.target.kind}', lane {window.lane}",
+    ]
+    lines += _wrapped(f"hypothesis: {one_line(window.hypothesis, 2000)}", "  ")
+    if window.report_only and window.kind == "candidate":
+        lines += ["  report only: it decides nothing"]
+    lines += [
+        f"  seed {plan.seed}, plan digest {plan.digest[:16]}",
+        "",
+        f"starts ({len(plan.starts)}): {one_line(window.schedule, 60)}"
+        f"{', interleaved request by request' if window.interleave else ''}",
+    ]
+    lines += _start_lines(plan)
+    lines += ["", f"cells ({len(window.cells)}), in this order in every start:"]
+    for use in window.cells:
+        role = "decides" if use.decision else "reported only"
+        lines.append(
+            f"  {use.name}  {role}, {plan.profile(use.name)}, about "
+            f"{plan.estimates[use.name]:.1f} s a repeat"
+        )
+        guards = ", ".join(use.guards) or "none"
+        lines += _wrapped(f"primary {plan.primary(use.name)}, guards {guards}", "    ")
+    if window.candidates:
+        lines += ["", "what the repeats can show:"]
+        for row in _designs(plan, spreads):
+            lines += _design_lines(row, alone=len(window.candidates) == 1)
+    starts = (
+        f"{estimate.starts_s:.0f} s for starts"
+        if estimate.starts_s is not None
+        else f"starts not estimated (up to {limits.start_s:.0f} s each)"
+    )
+    lines += [
+        "",
+        f"time: about {_minutes(estimate.total_s)}: {estimate.items_s:.0f} s for "
+        f"{len(plan.items)} items, {starts}, {estimate.watch_s:.0f} s watch",
+        f"production down: about {_minutes(estimate.down_s)}"
+        + (" (this target holds nothing)" if window.target.kind == "endpoints" else ""),
+        f"deadline of the window: {_minutes(estimate.window_s)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_STARTS_SHOWN = 40
+
+
+def _start_lines(plan: Plan) -> list[str]:
+    window = plan.window
+    lines = []
+    for start in plan.starts[:_STARTS_SHOWN]:
+        repeats = window.repeats_of(start.name)
+        items = repeats * len(window.cells)
+        role = window.arm(start.arm).role
+        lines.append(
+            f"  {start.index + 1}. {start.name}  {role} '{start.arm}', "
+            f"{repeats} repeat{'s' if repeats != 1 else ''} a cell, "
+            f"{items} item{'s' if items != 1 else ''}"
+        )
+    if len(plan.starts) > _STARTS_SHOWN:
+        lines.append(f"  … and {len(plan.starts) - _STARTS_SHOWN} more")
+    return lines
+
+
+def _design_lines(row: Mapping[str, Any], *, alone: bool) -> list[str]:
+    what = row["cell"] if alone else f"{row['cell']}, arm {row['arm']}"
+    if row["paired"]:
+        text = (
+            f"{what}: {row['candidate_repeats']} pairs; the least p a sign flip of them can reach "
+            f"is {row['least_p']:.2g}"
+        )
+    else:
+        text = (
+            f"{what}: {row['control_repeats']} control against {row['candidate_repeats']} "
+            "candidate repeats, unpaired"
+        )
+    if row["half_width"] is not None:
+        text += (
+            f"; resolves {row['primary']} to ±{100 * row['half_width']:.2f} % "
+            f"(archive spread {100 * row['archive_cv']:.2f} %)"
+        )
+        gain = row["expected_gain"]
+        if gain is not None and gain < 2 * row["half_width"]:
+            text += f"; the expected gain of {100 * gain:g} % is less than twice that"
+    lines = _wrapped(text, "  ")
+    for note in row["notes"]:
+        lines += _wrapped(f"note: {note}", "    ")
+    return lines
+
+
+def _minutes(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """Lines of at most WIDTH columns; what follows the first is indented further."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_on_hyphens=False,
+    )
