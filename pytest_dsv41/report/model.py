@@ -167,6 +167,12 @@ class WindowFiles:
                 return unit
         return ""
 
+    def lower_is_better(self, metric: str) -> bool:
+        """Whether less of `metric` is better, as the values say; False when none says it."""
+        return any(
+            item.values.get(metric, {}).get("lower_is_better") is True for item in self.items
+        )
+
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,190 @@
+"""report.html of a window: one page that needs nothing else, a view that can be made again.
+
+The page holds no script and asks no other host for anything; a content security policy says so to
+the browser too. Every text from a file is escaped where it enters the page, after its control and
+bidirectional marks were made visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from pytest_dsv41 import __version__, durable
+from pytest_dsv41.report.model import (
+    EXIT_MEANINGS,
+    SeriesRow,
+    WindowFiles,
+    archive_text,
+    duration_text,
+    interval_text,
+    load_window,
+    number_text,
+    percent_text,
+    restore_text,
+    seconds_between,
+    series_rows,
+    spread_rows,
+    watch_text,
+)
+from pytest_dsv41.report.svg import interval_plot, marker, run_plot
+from pytest_dsv41.text import one_line
+
+__all__ = ["FILE_NAME", "html_page", "write_html"]
+
+FILE_NAME = "report.html"
+
+_TONES = {
+    "CANDIDATE": "good",
+    "COMPLETE": "good",
+    "WIN": "good",
+    "NOT A CANDIDATE": "bad",
+    "LOSS": "bad",
+    "INCONCLUSIVE": "open",
+}
+
+
+def _tone(verdict: str) -> str:
+    """The colour a verdict is shown in."""
+    return _TONES.get(verdict, "odd")
+
+
+def _show(value: object, limit: int = 400) -> str:
+    return "" if value is None else one_line(str(value), limit)
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        show=_show,
+        tone=_tone,
+        number=number_text,
+        percent=percent_text,
+        duration=duration_text,
+    )
+    environment.globals["interval"] = interval_text
+    return environment.get_template("window.html.j2")
+
+
+def _legend(arms: tuple[str, ...], files: WindowFiles) -> list[tuple[Markup, str, str]]:
+    """Mark, name and role of every arm."""
+    roles = {arm.name: arm.role for arm in files.summary.arms} if files.summary else {}
+    return [
+        (
+            Markup('<svg viewBox="0 0 14 14" class="key" aria-hidden="true">{}</svg>').format(
+                marker(index, 7, 7, arm, 5)
+            ),
+            one_line(arm, 60),
+            roles.get(arm, "control" if index == 0 else "candidate"),
+        )
+        for index, arm in enumerate(arms)
+    ]
+
+
+def _cells(files: WindowFiles, arms: tuple[str, ...], rows: tuple[SeriesRow, ...]) -> list[Any]:
+    """What the page shows of each cell: plots, table rows, and the definition."""
+    keys = count()
+    cells = []
+    several = len({row.arm for row in rows}) > 1
+    names = dict.fromkeys([*files.cells, *(row.cell for row in rows)])
+    deciding = set(files.summary.decision_cells) if files.summary else set()
+    for cell in names:
+        items = files.of(cell)
+        series = [row for row in rows if row.cell == cell]
+        judged = {row.metric: row for row in series if row.metric}
+        plots = [
+            run_plot(
+                items,
+                metric,
+                files.unit(metric),
+                arms,
+                lower_is_better=files.lower_is_better(metric),
+                key=f"run{next(keys)}",
+            )
+            for metric in files.metrics(cell)
+            if items
+        ]
+        shown = max(1, len(judged))
+        definition = files.plan.get("cells")
+        definition = definition.get(cell) if isinstance(definition, Mapping) else None
+        labelled = [
+            (f"{row.metric} · {row.arm}" if several else row.metric, row)
+            for row in series
+            if row.metric
+        ]
+        cells.append(
+            {
+                "name": cell,
+                "decides": cell in deciding or any(row.decides for row in series),
+                "verdicts": list(dict.fromkeys((row.arm, row.cell_verdict) for row in series)),
+                "plot": plots[0] if plots else None,
+                "guard_plots": plots[1:shown],
+                "other_plots": plots[shown:],
+                "intervals": interval_plot(labelled, key=f"gain{next(keys)}") if labelled else None,
+                "series": series,
+                "measured": sum(item.outcome == "measured" for item in items),
+                "planned": len(items),
+                "definition": definition if isinstance(definition, Mapping) else {},
+            }
+        )
+    return cells
+
+
+def html_page(files: WindowFiles) -> str:
+    """Return the window's page, complete HTML."""
+    summary = files.summary
+    rows = series_rows(files)
+    arms = tuple(
+        dict.fromkeys(
+            [*([files.control] if files.control else []), *(item.arm for item in files.items)]
+        )
+    )
+    overview = [
+        (f"{row.cell} · {row.arm}" if len({r.arm for r in rows}) > 1 else row.cell, row)
+        for row in rows
+        if row.role == "primary" and row.metric
+    ]
+    page = _template().render(
+        files=files,
+        summary=summary,
+        title=f"{files.lane} {files.name}: {files.status}",
+        exit_meaning=EXIT_MEANINGS.get(summary.exit_code, "pytest's own code") if summary else "",
+        span=seconds_between(summary.started_utc, summary.ended_utc) if summary else None,
+        measured=sum(item.outcome == "measured" for item in files.items),
+        legend=_legend(arms, files),
+        cells=_cells(files, arms, rows),
+        overview=interval_plot(overview, key="overview", title="Gain of each cell's primary")
+        if len(overview) > 1
+        else None,
+        spreads=spread_rows(summary) if summary else (),
+        archive=archive_text(summary) if summary else "",
+        restore=restore_text(summary) if summary else "",
+        watch=watch_text(summary) if summary else "",
+        version=__version__,
+    )
+    # Half a surrogate pair has no UTF-8 form; `visible` escapes it, and nothing else may carry it.
+    return page.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def write_html(folder: Path, files: WindowFiles | None = None) -> Path:
+    """Write `folder`/report.html from the folder's other files and return its path.
+
+    Raises:
+        UsageError: the folder is no window's, or a file in it is damaged; one line.
+    """
+    path = folder / FILE_NAME
+    durable.write_atomic(path, html_page(files or load_window(folder)))
+    return path
