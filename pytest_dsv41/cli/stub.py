@@ -1,0 +1,29 @@
+"""`dsv41 stub`: a server on loopback that speaks vLLM's or llama.cpp's formats."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from pytest_dsv41.errors import UsageError
+from pytest_dsv41.stub.profile import add_arguments, from_arguments
+
+__all__ = ["HELP", "configure", "run"]
+
+HELP = "serve a simulated engine on loopback, with known speed and counters"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the settings of the stub to `parser`."""
+    add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT (0); 4 when a setting is wrong or the port is taken."""
+    from pytest_dsv41.stub.server import serve_process
+
+    try:
+        return serve_process(from_arguments(args))
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 4

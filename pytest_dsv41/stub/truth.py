@@ -1,0 +1,87 @@
+"""The ground truth: when every write left, on CLOCK_MONOTONIC, in nanoseconds.
+
+A line: `request` (the server's number of it, 0 before there is one), `connection`, `kind` (head,
+role, token, finish, usage, done, error, comment, whole, rest …), `tokens` (delivered by this
+write), `offset` and `bytes` in the connection's stream, `before_ns` and `after_ns` around the
+system call. `rest` is the remainder of a write that the kernel did not take at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, NamedTuple
+
+__all__ = ["Mark", "Truth"]
+
+_MOST = 2_000_000
+_BATCH = 2000
+
+
+class Mark(NamedTuple):
+    """What a write is: the request's number, the kind, and the tokens it delivers."""
+
+    request: int
+    kind: str
+    tokens: int = 0
+
+
+class Truth:
+    """Collects the lines; appends them to `path` now and then when there is one."""
+
+    def __init__(self, path: str = "", *, keep: bool = True) -> None:
+        self._fd = (
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if path
+            else -1
+        )
+        self._keep = keep
+        self._written = 0
+        self._rows: list[tuple[int, object, int, int, int, int]] = []
+
+    def sent(
+        self, connection: Any, mark: object, before: int, after: int, offset: int, count: int
+    ) -> None:
+        """Note one write (the callback of a Connection)."""
+        if len(self._rows) < _MOST:
+            self._rows.append((connection.number, mark, before, after, offset, count))
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return everything noted (and kept) so far, in order."""
+        return [_line(row) for row in self._rows]
+
+    def flush(self) -> None:
+        """Append what is new to the file."""
+        if self._fd < 0:
+            return
+        rows = self._rows[self._written :]
+        if rows:
+            text = "".join(json.dumps(_line(row)) + "\n" for row in rows)
+            os.write(self._fd, text.encode())
+        if self._keep:
+            self._written = len(self._rows)
+        else:
+            self._rows.clear()
+
+    def flush_some(self) -> None:
+        """Append to the file when enough has come together to be worth a write."""
+        if self._fd >= 0 and len(self._rows) - self._written > _BATCH:
+            self.flush()
+
+
+def _line(row: tuple[int, object, int, int, int, int]) -> dict[str, Any]:
+    connection, mark, before, after, offset, count = row
+    if isinstance(mark, Mark):
+        request, kind, tokens = mark
+    else:
+        request, kind, tokens = 0, str(mark or "rest"), 0
+    return {
+        "request": request,
+        "connection": connection,
+        "kind": kind,
+        "tokens": tokens,
+        "offset": offset,
+        "bytes": count,
+        "before_ns": before,
+        "after_ns": after,
+    }

@@ -1,0 +1,640 @@
+"""vLLM's API: the bodies and streams of 0.33, on the simulated engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_dsv41.stub.engine import Ask, Job, Step
+from pytest_dsv41.stub.http import BadRequest, Request, dumps, respond
+from pytest_dsv41.stub.language import EOS, VOCABULARY, Choice, decode, encode, token_bytes
+from pytest_dsv41.stub.loop import Connection, Wait
+from pytest_dsv41.stub.metrics import CONTENT_TYPE
+from pytest_dsv41.stub.profile import Profile
+from pytest_dsv41.stub.vllm_metrics import VllmLedger
+from pytest_dsv41.stub.wire import Event, Stream
+
+if TYPE_CHECKING:
+    from pytest_dsv41.stub.server import Server
+
+__all__ = ["Vllm", "render_chat"]
+
+_LONG_BODY = 64 << 10
+_ERROR_TYPES = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+
+
+def render_chat(body: dict[str, Any], *, generate: bool = True) -> str:
+    """Return the prompt text of a chat: the stub's template over `messages`."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list with at least one message")
+    parts = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRequest("a message must have a role")
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            content = "".join(
+                str(part.get("text", "")) for part in content if isinstance(part, dict)
+            )
+        parts.append(f"<|{message['role']}|>{content}\n")
+    if generate:
+        parts.append("<|assistant|>")
+        options = body.get("chat_template_kwargs") or {}
+        if isinstance(options, dict) and options:
+            # Template switches are part of the prompt, as they are in a real template.
+            switches = ",".join(f"{key}={options[key]}" for key in sorted(options))
+            parts.append(f"<|{switches}|>")
+    return "".join(parts)
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """Return vLLM's error object."""
+    kind = _ERROR_TYPES.get(status, "BadRequestError")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+class Vllm:
+    """The routes. One instance a server."""
+
+    def __init__(self, server: Server, ledger: VllmLedger) -> None:
+        self.server = server
+        self.profile: Profile = server.profile
+        self.ledger = ledger
+        self.fingerprint = f"vllm-{self.profile.version}-stub"
+        self.routes = {
+            ("GET", "/health"): self.health,
+            ("GET", "/ping"): self.health,
+            ("GET", "/version"): self.version,
+            ("GET", "/v1/models"): self.models,
+            ("GET", "/load"): self.load,
+            ("GET", "/metrics"): self.metrics,
+            ("GET", "/server_info"): self.server_info,
+            ("POST", "/tokenize"): self.tokenize,
+            ("POST", "/detokenize"): self.detokenize,
+            ("POST", "/v1/completions"): self.completions,
+            ("POST", "/v1/chat/completions"): self.chat,
+            ("POST", "/reset_prefix_cache"): self.reset_prefix_cache,
+            ("POST", "/start_profile"): self.start_profile,
+            ("POST", "/stop_profile"): self.stop_profile,
+        }
+
+    def error(self, connection: Connection, status: int, message: str) -> None:
+        """Answer with vLLM's error object."""
+        respond(connection, status, dumps(error_body(status, message)))
+
+    def not_ready(self, connection: Connection) -> None:
+        """Answer while the model loads: vLLM's port is open only afterwards; a proxy says 503."""
+        respond(connection, 503)
+
+    # ---- small endpoints -------------------------------------------------------------------
+
+    def health(self, connection: Connection, _request: Request) -> None:
+        """200 with an empty body."""
+        respond(connection, 200)
+
+    def version(self, connection: Connection, _request: Request) -> None:
+        """The version the profile names."""
+        respond(connection, 200, dumps({"version": self.profile.version}))
+
+    def models(self, connection: Connection, _request: Request) -> None:
+        """The one served model."""
+        permission = {
+            "id": "modelperm-stub",
+            "object": "model_permission",
+            "created": self.server.started,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        model = {
+            "id": self.profile.model,
+            "object": "model",
+            "created": self.server.started,
+            "owned_by": "vllm",
+            "root": self.profile.model,
+            "parent": None,
+            "max_model_len": self.profile.max_model_len,
+            "permission": [permission],
+        }
+        respond(connection, 200, dumps({"object": "list", "data": [model]}))
+
+    def load(self, connection: Connection, _request: Request) -> None:
+        """Requests in the server; 0 unless load tracking is on."""
+        engine = self.server.engine
+        count = len(engine.running) + engine.waiting if self.profile.load_tracking else 0
+        respond(connection, 200, dumps({"server_load": count}))
+
+    def metrics(self, connection: Connection, _request: Request) -> None:
+        """The exposition."""
+        respond(connection, 200, self.ledger.registry.text().encode(), CONTENT_TYPE)
+
+    def server_info(self, connection: Connection, request: Request) -> None:
+        """The configuration, as text or JSON; only in dev mode."""
+        if not self.profile.dev_mode:
+            raise BadRequest("Not Found", 404)
+        config = {k: v for k, v in self.profile._asdict().items() if k not in ("truth", "uds")}
+        as_json = "config_format=json" in request.query
+        shown: Any = config if as_json else ", ".join(f"{k}={v!r}" for k, v in config.items())
+        answer = {"vllm_config": shown, "vllm_env": {}, "system_env": {}}
+        respond(connection, 200, dumps(answer))
+
+    def start_profile(self, connection: Connection, _request: Request) -> None:
+        """Begin profiling: the stub only notes it."""
+        if not self.profile.profiler:
+            raise BadRequest("Not Found", 404)
+        self.server.profiling = True
+        respond(connection, 200)
+
+    def stop_profile(self, connection: Connection, _request: Request) -> None:
+        """End profiling."""
+        if not self.profile.profiler:
+            raise BadRequest("Not Found", 404)
+        self.server.profiling = False
+        respond(connection, 200)
+
+    def reset_prefix_cache(self, connection: Connection, _request: Request) -> None:
+        """Empty the prefix cache; `false` while requests hold blocks. Only in dev mode."""
+        if not self.profile.dev_mode:
+            raise BadRequest("Not Found", 404)
+        respond(connection, 200, dumps({"success": self.server.engine.forget()}))
+
+    def tokenize(self, connection: Connection, request: Request) -> Generator[Wait, None, None]:
+        """Token ids and their count, of a prompt or of messages."""
+        body = request.json()
+        self._check_model(body)
+        if "messages" in body:
+            text = render_chat(body, generate=body.get("add_generation_prompt", True) is not False)
+        else:
+            prompt = body.get("prompt")
+            if not isinstance(prompt, str):
+                raise BadRequest("prompt must be a string")
+            text = prompt
+        tokens = yield from self._encode(text)
+        strings = [decode([token]) for token in tokens] if body.get("return_token_strs") else None
+        answer = {
+            "count": len(tokens),
+            "max_model_len": self.profile.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+        respond(connection, 200, dumps(answer))
+
+    def detokenize(self, connection: Connection, request: Request) -> None:
+        """The text of token ids."""
+        body = request.json()
+        self._check_model(body)
+        respond(connection, 200, dumps({"prompt": decode(_token_list(body.get("tokens")))}))
+
+    # ---- generation ------------------------------------------------------------------------
+
+    def completions(self, connection: Connection, request: Request) -> Generator[Wait, None, None]:
+        """POST /v1/completions."""
+        body = request.json()
+        self._check_model(body)
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            tokens = yield from self._encode(prompt)
+        else:
+            tokens = _token_list(prompt)
+        top = _whole(body, "logprobs", -1, low=0)
+        if top > self.profile.max_logprobs:
+            raise BadRequest(
+                f"Requested sample logprobs of {top}, which is greater than max allowed: "
+                f"{self.profile.max_logprobs}"
+            )
+        limit = _whole(body, "max_tokens", 16, low=0) or 1
+        ask = self._ask(body, tokens, limit, natural=False, top=top)
+        yield from self._answer(connection, request, body, Writer(self, body, ask, top, chat=False))
+
+    def chat(self, connection: Connection, request: Request) -> Generator[Wait, None, None]:
+        """POST /v1/chat/completions."""
+        body = request.json()
+        self._check_model(body)
+        tokens = yield from self._encode(render_chat(body))
+        top = -1
+        if body.get("logprobs"):
+            top = _whole(body, "top_logprobs", 0, low=0)
+        if top > self.profile.max_logprobs:
+            raise BadRequest(
+                f"Requested sample logprobs of {top}, which is greater than max allowed: "
+                f"{self.profile.max_logprobs}"
+            )
+        room = max(1, self.profile.max_model_len - len(tokens))
+        asked = body.get("max_completion_tokens", body.get("max_tokens"))
+        key = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        limit = room if asked is None else _whole(body, key, 16, low=1)
+        ask = self._ask(body, tokens, limit, natural=asked is None, top=top)
+        yield from self._answer(connection, request, body, Writer(self, body, ask, top, chat=True))
+
+    def _encode(self, text: str) -> Generator[Wait, None, list[int]]:
+        if len(text) < _LONG_BODY:
+            return encode(text)
+        # A long document must not hold up the streams beside it.
+        gate = self.server.loop.in_thread(lambda: encode(text))
+        yield gate
+        tokens, error = gate.value
+        if error is not None:
+            raise BadRequest(str(error), 500)
+        return list(tokens)
+
+    def _check_model(self, body: dict[str, Any]) -> None:
+        name = body.get("model", self.profile.model)
+        if name != self.profile.model:
+            raise BadRequest(f"The model `{name}` does not exist.", 404)
+
+    def _ask(
+        self, body: dict[str, Any], tokens: list[int], limit: int, *, natural: bool, top: int
+    ) -> Ask:
+        if not tokens:
+            raise BadRequest("the prompt has no tokens")
+        if _whole(body, "n", 1, low=1) != 1:
+            raise BadRequest("n must be 1")
+        if body.get("stream") and body.get("prompt_logprobs") is not None:
+            raise BadRequest("`prompt_logprobs` are not available when `stream=True`.")
+        if len(tokens) + (1 if natural else limit) > self.profile.max_model_len:
+            raise BadRequest(
+                f"This model's maximum context length is {self.profile.max_model_len} tokens; "
+                f"the prompt has {len(tokens)} and {limit} were asked for."
+            )
+        stop = body.get("stop") or ()
+        seed = body.get("seed")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise BadRequest("seed must be a whole number")
+        return Ask(
+            prompt=tokens,
+            max_tokens=limit,
+            temperature=_real(body, "temperature", 1.0),
+            top_p=_real(body, "top_p", 1.0),
+            top_k=max(0, _whole(body, "top_k", 0, low=-1)),
+            seed=seed,
+            ignore_eos=bool(body.get("ignore_eos")),
+            min_tokens=_whole(body, "min_tokens", 0, low=0),
+            stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+            priority=_whole(body, "priority", 0, low=-(2**31)),
+            salt=str(body.get("cache_salt") or ""),
+            want_top=top >= 0,
+            natural_end=natural,
+        )
+
+    def _answer(
+        self, connection: Connection, request: Request, body: dict[str, Any], writer: Writer
+    ) -> Generator[Wait, None, None]:
+        server, engine = self.server, self.server.engine
+        job = engine.submit(writer.ask, arrival=time.monotonic(), wall=self.ledger.wall())
+        writer.begin(job, request.headers.get("x-request-id", ""))
+        stream = Stream(connection, job.number) if body.get("stream") else None
+        try:
+            if stream is not None:
+                stream.open("text/event-stream; charset=utf-8", request.keep_alive)
+            yield job.gate
+            assert job.scheduled is not None
+            when = job.scheduled + job.prefill_seconds
+            while True:
+                step = engine.next_step(job)
+                events = writer.events(step)
+                packets = stream.frame(events) if stream is not None else ()
+                yield when
+                stamp = time.monotonic()
+                if stream is not None:
+                    stream.write(packets)
+                engine.record(job, step, stamp)
+                if step.finish is not None:
+                    break
+                when += engine.round_seconds(job)
+            engine.leave(job, step.finish)
+            if stream is not None:
+                stream.write(stream.frame(writer.tail()))
+                stream.close()
+            else:
+                respond(connection, 200, dumps(writer.whole()))
+        finally:
+            engine.leave(job, "abort")
+            server.truth.flush_some()
+
+
+class Writer:
+    """Makes the JSON of one answer: its events when streamed, its whole body otherwise."""
+
+    def __init__(self, api: Vllm, body: dict[str, Any], ask: Ask, top: int, *, chat: bool) -> None:
+        self.api = api
+        self.ask = ask
+        self.chat = chat
+        self.top = top
+        self.body = body
+        options = body.get("stream_options") or {}
+        force = api.profile.force_include_usage
+        self.include_usage = bool(options.get("include_usage")) or force
+        self.continuous = self.include_usage and (
+            bool(options.get("continuous_usage_stats")) or force
+        )
+        self.token_ids = bool(body.get("return_token_ids"))
+        self.as_ids = bool(body.get("return_tokens_as_token_ids"))
+        self.reasoning_left = api.profile.reasoning_tokens if chat else 0
+        self.reasoning_count = 0
+        self.offset = 0
+        self.count = 0
+        self.first_chunk = True
+        self.texts: list[str] = []
+        self.reasoning: list[str] = []
+        self.choices: list[Choice] = []
+
+    def begin(self, job: Job, request_id: str) -> None:
+        """Take the job the engine made, and name the answer."""
+        self.job = job
+        name = request_id or f"{job.number:032x}"
+        self.id = f"chatcmpl-{name}" if self.chat else f"cmpl-{name}"
+        self.created = int(self.api.ledger.wall())
+
+    # ---- streamed --------------------------------------------------------------------------
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.api.profile.model,
+            "choices": choices,
+            **more,
+        }
+
+    def _usage(self, count: int) -> dict[str, int]:
+        prompt = len(self.ask.prompt)
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + count,
+            "completion_tokens": count,
+        }
+
+    def events(self, step: Step) -> list[Event]:
+        """Return the events of one engine step."""
+        out = []
+        if self.chat and self.first_chunk:
+            out.append(self._role())
+        out.append(self._tokens(step))
+        return out
+
+    def _role(self) -> Event:
+        choice = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        prompt = list(self.ask.prompt) if self.token_ids else None
+        chunk = self._chunk([choice], prompt_token_ids=prompt, prompt_text=None)
+        if self.continuous:
+            chunk["usage"] = self._usage(0)
+        self.first_chunk = False
+        return Event("role", chunk)
+
+    def _tokens(self, step: Step) -> Event:
+        self.choices.extend(step.choices)
+        self.count += len(step.choices)
+        ids = [choice.token for choice in step.choices] if self.token_ids else None
+        finished = step.finish is not None
+        logprobs = self._logprobs(step.choices) if self.top >= 0 else None
+        choice: dict[str, Any]
+        if self.chat:
+            choice = {
+                "index": 0,
+                "delta": self._delta(step.choices),
+                "logprobs": logprobs,
+                "finish_reason": step.finish,
+            }
+            if finished:
+                choice["stop_reason"] = self.job.stop_reason
+            choice["token_ids"] = ids
+            if finished:
+                choice["weight_versions"] = None
+        else:
+            text = decode([c.token for c in step.choices])
+            self.texts.append(text)
+            choice = {
+                "index": 0,
+                "text": text,
+                "logprobs": logprobs,
+                "finish_reason": step.finish,
+                "stop_reason": self.job.stop_reason if finished else None,
+                "prompt_token_ids": (
+                    list(self.ask.prompt) if self.token_ids and self.first_chunk else None
+                ),
+                "token_ids": ids,
+                "weight_versions": None,
+            }
+            self.first_chunk = False
+        chunk = self._chunk([choice], kv_transfer_params=None)
+        if self.continuous:
+            chunk["usage"] = self._usage(self.count)
+        if finished and not self.include_usage:
+            chunk["system_fingerprint"] = self.api.fingerprint
+        return Event("finish" if finished else "token", chunk, len(step.choices))
+
+    def _delta(self, choices: Sequence[Choice]) -> dict[str, str]:
+        tokens = [choice.token for choice in choices]
+        thought = tokens[: self.reasoning_left]
+        said = tokens[self.reasoning_left :]
+        self.reasoning_left -= len(thought)
+        self.reasoning_count += len(thought)
+        delta = {}
+        if thought:
+            delta["reasoning"] = decode(thought)
+            self.reasoning.append(delta["reasoning"])
+        if said or not thought:
+            delta["content"] = decode(said)
+            self.texts.append(delta["content"])
+        return delta
+
+    def tail(self) -> list[Event]:
+        """Return what follows the finish event: usage when asked for, and the end mark."""
+        out = []
+        if self.include_usage:
+            chunk = self._chunk([], usage=self._final_usage())
+            chunk["system_fingerprint"] = self.api.fingerprint
+            figures = self._figures()
+            if figures:
+                chunk["metrics"] = figures
+            out.append(Event("usage", chunk))
+        out.append(Event("done", None))
+        return out
+
+    def _final_usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = dict(self._usage(self.count))
+        if self.api.profile.prompt_tokens_details:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.job.cached}
+        if self.reasoning_count:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_count}
+        return usage
+
+    def _figures(self) -> dict[str, Any]:
+        """Return the `metrics` object of the usage chunk, empty when it is switched off."""
+        profile, job = self.api.profile, self.job
+        figures: dict[str, Any] = {}
+        scheduled, first, last = job.scheduled, job.first, job.last
+        if profile.per_request_metrics and None not in (scheduled, first, last):
+            assert scheduled is not None
+            assert first is not None
+            assert last is not None
+            figures["time_to_first_token_ms"] = (first - scheduled) * 1e3
+            figures["generation_time_ms"] = (last - first) * 1e3
+            figures["queue_time_ms"] = (scheduled - job.arrival) * 1e3
+            figures["mean_itl_ms"] = (last - first) * 1e3 / max(1, self.count - 1)
+            figures["tokens_per_second"] = self.count / max(1e-9, last - scheduled)
+        if profile.per_request_spec != "none" and profile.draft_tokens:
+            histogram = [0] * (profile.draft_tokens + 1)
+            for _, accepted in job.steps:
+                histogram[accepted] += 1
+            rounds = max(1, job.rounds)
+            spec: dict[str, Any] = {
+                "mean_acceptance_length": round(1 + job.accepted / rounds, 3),
+                "draft_acceptance_rate": round(job.accepted / max(1, job.drafted), 4),
+                "acceptance_histogram": histogram,
+                "num_spec_steps": job.rounds,
+                "num_accepted_draft_tokens": job.accepted,
+                "num_draft_tokens": job.drafted,
+                "num_spec_tokens": profile.draft_tokens,
+            }
+            if profile.per_request_spec == "detailed":
+                spec["per_step_accepted"] = [accepted for _, accepted in job.steps]
+                spec["per_step_drafted"] = [drafted for drafted, _ in job.steps]
+            figures["speculative_decoding"] = spec
+        return figures
+
+    # ---- whole -----------------------------------------------------------------------------
+
+    def whole(self) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+        job = self.job
+        text = "".join(self.texts)
+        ids = [choice.token for choice in self.choices] if self.token_ids else None
+        prompt = list(self.ask.prompt) if self.token_ids else None
+        self.offset = 0
+        logprobs = self._logprobs(self.choices) if self.top >= 0 else None
+        usage = self._final_usage()
+        usage.setdefault("prompt_tokens_details", None)
+        if self.chat:
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": text if text or not self.reasoning else None,
+                "refusal": None,
+                "annotations": None,
+                "audio": None,
+                "function_call": None,
+                "tool_calls": [],
+                "reasoning": "".join(self.reasoning) or None,
+            }
+            choice = {
+                "index": 0,
+                "message": message,
+                "logprobs": logprobs,
+                "finish_reason": job.finish,
+                "stop_reason": job.stop_reason,
+                "token_ids": ids,
+            }
+        else:
+            choice = {
+                "index": 0,
+                "text": text,
+                "logprobs": logprobs,
+                "finish_reason": job.finish,
+                "stop_reason": job.stop_reason,
+                "token_ids": ids,
+                "prompt_logprobs": None,
+                "prompt_token_ids": prompt,
+            }
+        body: dict[str, Any] = {
+            "id": self.id,
+            "object": "chat.completion" if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.api.profile.model,
+            "choices": [choice],
+            "service_tier": None,
+            "system_fingerprint": self.api.fingerprint,
+            "usage": usage,
+        }
+        if self.chat:
+            body["prompt_logprobs"] = None
+            body["prompt_token_ids"] = prompt
+        body["kv_transfer_params"] = None
+        figures = self._figures()
+        if figures:
+            body["metrics"] = figures
+        return body
+
+    # ---- logprobs --------------------------------------------------------------------------
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.as_ids else decode([token])
+
+    def _ranked(self, choice: Choice) -> list[tuple[int, float]]:
+        """Return the sampled token first, then the best `top`: up to `top` + 1 entries."""
+        best = [pair for pair in choice.top[: self.top] if pair[0] != choice.token]
+        return [(choice.token, choice.logprob), *best]
+
+    def _logprobs(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        if self.chat:
+            return {"content": [self._entry(choice) for choice in choices]}
+        offsets, names, values, tops = [], [], [], []
+        for choice in choices:
+            name = self._name(choice.token)
+            offsets.append(self.offset)
+            self.offset += len(name)
+            names.append(name)
+            values.append(max(choice.logprob, -9999.0))
+            ranked: dict[str, float] = {}
+            for token, value in self._ranked(choice):
+                ranked.setdefault(self._name(token), max(value, -9999.0))
+            tops.append(ranked)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": values,
+            "tokens": names,
+            "top_logprobs": tops,
+        }
+
+    def _entry(self, choice: Choice) -> dict[str, Any]:
+        def one(token: int, value: float) -> dict[str, Any]:
+            name = self._name(token)
+            raw = list(name.encode()) if self.as_ids else list(token_bytes(token))
+            return {"token": name, "logprob": max(value, -9999.0), "bytes": raw}
+
+        entry = one(choice.token, choice.logprob)
+        entry["top_logprobs"] = [one(*pair) for pair in self._ranked(choice)[: self.top]]
+        return entry
+
+
+def _whole(body: dict[str, Any], name: str, default: int, *, low: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise BadRequest(f"{name} must be a whole number, at least {low}, got {json.dumps(value)}")
+    return value
+
+
+def _real(body: dict[str, Any], name: str, default: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise BadRequest(f"{name} must be a number, at least 0, got {json.dumps(value)}")
+    return float(value)
+
+
+def _token_list(value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(
+        type(token) is int and EOS <= token < VOCABULARY for token in value
+    ):
+        raise BadRequest(f"expected text or a list of token ids below {VOCABULARY}")
+    return list(value)
