@@ -1,0 +1,75 @@
+"""`dsv41 decide`: the decision of a window again, from the files in its folder alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from ..text import one_line
+
+if TYPE_CHECKING:
+    from ..window.summary import Summary
+    from ..window.verdict import Outcome
+
+__all__ = ["HELP", "configure", "run"]
+
+HELP = "decide a finished window again from the files in its folder"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "folder", metavar="FOLDER", help="the window's folder, wherever it lies now"
+    )
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the decision; the window's exit code, or 4 for missing or damaged files."""
+    # numpy and scipy are loaded by the verdict only.
+    from ..window.summary import FILE_NAME, read_summary
+    from ..window.verdict import conclude, read_folder
+
+    folder = Path(args.folder)
+    try:
+        plan, values = read_folder(folder)
+        summary = read_summary(folder) if (folder / FILE_NAME).exists() else None
+    except UsageError as error:
+        print(f"dsv41 decide: {error}", file=sys.stderr)
+        return 4
+    outcome = conclude(plan, values, stopped=summary.stopped if summary else None)
+    if args.json:
+        print(json.dumps({"window_id": plan.window_id, **outcome.to_json()}, indent=2))
+    else:
+        print(_text(plan.window_id, outcome, summary), end="")
+    return outcome.exit_code
+
+
+def _text(window_id: str, outcome: Outcome, summary: Summary | None) -> str:
+    from ..report.terminal import render_decision
+
+    parts = [f"window {one_line(window_id)}\n"]
+    for arm, decision in outcome.decisions.items():
+        text = render_decision(arm, decision, outcome.explanations[arm])
+        parts.append(f"\n{text.rstrip()}\n")
+    if outcome.decisions:
+        parts.append("\n")
+    parts += [f"missing: {one_line(line)}\n" for line in outcome.incomplete]
+    parts += [f"note: {one_line(line)}\n" for line in outcome.notes]
+    if outcome.promotion:
+        cells = ", ".join(outcome.promotion["cells"])
+        parts.append(
+            f"promotion: arm {outcome.promotion['arm']}, profile "
+            f"{outcome.promotion['profile']}, on {cells}\n"
+        )
+    parts.append(f"{outcome.status} (exit {outcome.exit_code})\n")
+    if summary and (summary.status, summary.exit_code) != (outcome.status, outcome.exit_code):
+        parts.append(
+            f"the window itself ended as {summary.status} (exit {summary.exit_code}), "
+            "see its summary.json\n"
+        )
+    return "".join(parts)

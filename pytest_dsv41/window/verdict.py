@@ -1,0 +1,443 @@
+"""From the values of a window to its status and exit code: the plan and the values alone decide.
+
+Each candidate arm gets a decision of its own by rule win2-v1 (RULES section 1). A window in which
+anything planned for a decision is missing, failed, refused or skipped is INCOMPLETE; what can still
+be judged is judged and marked provisional, and never makes it a CANDIDATE.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..decision_v2 import (
+    ORIENTATION,
+    Decision,
+    Refused,
+    Series,
+    decide_cell,
+    decide_window,
+    report_window,
+)
+from ..durable import dump_json
+from ..errors import UsageError
+from ..text import one_line
+from .plan import Plan, PlannedItem
+from .schedule import layout
+from .source import shown
+
+__all__ = ["EXIT_CODES", "Outcome", "conclude", "read_folder"]
+
+CANDIDATE, NOT_A_CANDIDATE, INCONCLUSIVE = "CANDIDATE", "NOT A CANDIDATE", "INCONCLUSIVE"
+COMPLETE, INCOMPLETE = "COMPLETE", "INCOMPLETE"
+
+EXIT_CODES = {
+    CANDIDATE: 0,
+    COMPLETE: 0,
+    INCONCLUSIVE: 10,
+    NOT_A_CANDIDATE: 11,
+    INCOMPLETE: 12,
+}
+"""The exit code of each status; the state of production may outrank it (20, 21)."""
+
+_IDS_SHOWN = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a window ended, as far as its values tell.
+
+    `decisions` maps each candidate arm to `Decision.to_dict()` with `provisional` beside it,
+    `explanations` to its sentences; an arm of which no cell could be judged has none. `incomplete`
+    names what is missing for the decision (empty unless INCOMPLETE), `notes` what is missing
+    elsewhere and stops nothing. `promotion` is {arm, profile, cells} for a CANDIDATE.
+    """
+
+    status: str
+    exit_code: int
+    decisions: dict[str, dict[str, Any]]
+    promotion: dict[str, Any] | None
+    incomplete: list[str]
+    explanations: dict[str, list[str]]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as JSON values."""
+        return dataclasses.asdict(self)
+
+
+def conclude(
+    plan: Plan,
+    values: Sequence[Mapping[str, Any]],
+    *,
+    stopped: str | None = None,
+    report_only: bool = False,
+) -> Outcome:
+    """Decide a window from its plan and its values.
+
+    Args:
+        plan: the plan as it was written before the window.
+        values: the records of values.jsonl in any order, one an item.
+        stopped: why the window ended early, if it did.
+        report_only: report and decide nothing, also where the plan says otherwise.
+    """
+    return _Judge(plan, values, report_only=report_only or plan.window.report_only).outcome(stopped)
+
+
+class _Judge:
+    """One window's plan and values, and what was found to be missing."""
+
+    def __init__(
+        self, plan: Plan, values: Sequence[Mapping[str, Any]], *, report_only: bool
+    ) -> None:
+        self._plan = plan
+        self._window = plan.window
+        self._decides = plan.window.kind == "candidate" and not report_only
+        self._incomplete: list[str] = []
+        self._notes: list[str] = []
+        self._records = self._measured(values)
+
+    def outcome(self, stopped: str | None) -> Outcome:
+        if stopped:
+            self._incomplete.append(f"stopped: {one_line(stopped)}")
+        decisions: dict[str, Decision] = {}
+        if self._window.kind != "admission":
+            for arm in self._window.candidates:
+                decision = self._decide(arm.name)
+                if decision is not None:
+                    decisions[arm.name] = decision
+        if not self._records and not self._incomplete:
+            self._incomplete.append("nothing was measured")
+        status = self._status(decisions)
+        provisional = status == INCOMPLETE
+        return Outcome(
+            status=status,
+            exit_code=EXIT_CODES[status],
+            decisions={
+                arm: {**decision.to_dict(), "provisional": provisional}
+                for arm, decision in decisions.items()
+            },
+            promotion=self._promotion(decisions) if status == CANDIDATE else None,
+            incomplete=list(dict.fromkeys(self._incomplete)),
+            explanations={
+                arm: [
+                    *(["Provisional, the window is incomplete:"] if provisional else []),
+                    *decision.explain(),
+                ]
+                for arm, decision in decisions.items()
+            },
+            notes=list(dict.fromkeys(self._notes)),
+        )
+
+    # -- what was measured -------------------------------------------------------------------------
+
+    def _measured(self, values: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        """The records of measured items by id; every fault is noted where it belongs."""
+        items = {item.id: item for item in self._plan.items}
+        found: dict[str, Mapping[str, Any]] = {}
+        twice: set[str] = set()
+        foreign = 0
+        for record in values:
+            key = record.get("item")
+            if not isinstance(key, str) or key not in items:
+                foreign += 1
+            elif key not in found:
+                found[key] = record
+            elif _canonical(record) != _canonical(found[key]):
+                # Which of two answers counts must not be anybody's choice afterwards.
+                twice.add(key)
+        if foreign:
+            self._notes.append(f"{foreign} values belong to no planned item and were left out")
+        measured: dict[str, Mapping[str, Any]] = {}
+        faults: dict[tuple[bool, str], list[str]] = {}
+        for item in self._plan.items:
+            fault = "measured twice" if item.id in twice else _fault(item, found.get(item.id))
+            if fault is None:
+                measured[item.id] = found[item.id]
+            else:
+                faults.setdefault((item.decision, fault), []).append(item.id)
+        for (decision, fault), ids in faults.items():
+            self._missing(decision, f"{_listed(ids)} {fault}")
+        return measured
+
+    def _missing(self, decision: bool, line: str) -> None:
+        (self._incomplete if decision and self._decides else self._notes).append(line)
+
+    # -- decisions ---------------------------------------------------------------------------------
+
+    def _decide(self, arm: str) -> Decision | None:
+        """The decision of one arm over the cells that can be judged; None when none can."""
+        series: list[Series] = []
+        deciding: list[str] = []
+        for use in self._window.cells:
+            decides = use.decision and self._decides
+            try:
+                cell = self._series(use.name, arm, decides=decides)
+                if decides:
+                    decide_cell(cell)
+                    deciding.append(use.name)
+            except Refused as refusal:
+                self._missing(use.decision, f"arm {arm}: {one_line(str(refusal))}")
+                continue
+            series += cell
+        if not series:
+            return None
+        if not deciding:
+            return report_window(series)
+        return decide_window(series, deciding, groups=self._groups(deciding))
+
+    def _groups(self, cells: Iterable[str]) -> dict[str, list[str]] | None:
+        if not self._window.by_profile:
+            return None
+        groups: dict[str, list[str]] = {}
+        for cell in cells:
+            groups.setdefault(self._plan.profile(cell), []).append(cell)
+        return groups
+
+    def _series(self, cell: str, arm: str, *, decides: bool) -> list[Series]:
+        """The series of a cell, primary first. Raises `Refused` when there is nothing to judge."""
+        places = layout(self._plan, cell, arm)
+        metrics = [self._plan.primary(cell), *self._window.cell(cell).guards]
+        used = [*(item for group in places.control for item in group), *places.candidate]
+        if not decides:
+            # A reported cell shows what it has: a metric that was never measured drops out.
+            metrics = [name for name in metrics if any(self._value(i, name) for i in used)]
+        if not metrics:
+            raise Refused("nothing was measured", cell=cell)
+        lacking: dict[str, list[str]] = {}
+        for item in dict.fromkeys(used):
+            for name in metrics:
+                if item in self._records and self._value(item, name) is None:
+                    lacking.setdefault(name, []).append(item)
+        for name, ids in lacking.items():
+            self._missing(decides, f"{_listed(ids)} without {name}")
+
+        def whole(*ids: str) -> bool:
+            return all(self._value(item, name) is not None for item in ids for name in metrics)
+
+        if places.paired:
+            pairs = [
+                (group, item)
+                for group, item in zip(places.control, places.candidate, strict=True)
+                if whole(*group, item)
+            ]
+            controls = [group for group, _ in pairs]
+            candidates = [item for _, item in pairs]
+        else:
+            controls = [group for group in places.control if whole(*group)]
+            candidates = [item for item in places.candidate if whole(item)]
+        return [
+            self._one_series(cell, name, controls, candidates, paired=places.paired)
+            for name in metrics
+        ]
+
+    def _one_series(
+        self,
+        cell: str,
+        metric: str,
+        controls: Sequence[tuple[str, ...]],
+        candidates: Sequence[str],
+        *,
+        paired: bool,
+    ) -> Series:
+        used = [*(item for group in controls for item in group), *candidates]
+        found = [self._value(item, metric) or {} for item in used]
+        lower = _agreed((value.get("lower_is_better") for value in found), "orientation")
+        if lower is None:
+            lower = ORIENTATION.get(metric)
+        if not isinstance(lower, bool):
+            raise Refused("the values do not say whether lower is better", cell=cell, metric=metric)
+        unit = _agreed((value.get("unit") for value in found), "unit")
+
+        def number(item: str) -> Any:
+            return (self._value(item, metric) or {}).get("value")
+
+        def prompt(item: str) -> Any:
+            return self._records[item].get("prompt_sha256")
+
+        def prompt_of(group: tuple[str, ...]) -> Any:
+            prompts = [prompt(item) for item in group]
+            if any(other != prompts[0] for other in prompts):
+                raise Refused(
+                    f"{' and '.join(group)} have different prompts", cell=cell, metric=metric
+                )
+            return prompts[0]
+
+        return Series(
+            cell,
+            metric,
+            [_mean([number(item) for item in group]) for group in controls],
+            [number(item) for item in candidates],
+            lower_is_better=lower,
+            paired=paired,
+            control_prompts=[prompt_of(group) for group in controls],
+            candidate_prompts=[prompt(item) for item in candidates],
+            unit=unit if isinstance(unit, str) else None,
+        )
+
+    def _value(self, item: str, metric: str) -> Mapping[str, Any] | None:
+        record = self._records.get(item)
+        values = record.get("values") if record is not None else None
+        value = values.get(metric) if isinstance(values, Mapping) else None
+        return value if isinstance(value, Mapping) and "value" in value else None
+
+    # -- the window --------------------------------------------------------------------------------
+
+    def _status(self, decisions: Mapping[str, Decision]) -> str:
+        if self._incomplete:
+            return INCOMPLETE
+        if not self._decides:
+            return COMPLETE
+        verdicts = {
+            verdict for decision in decisions.values() for _, verdict, _ in _verdicts(decision)
+        }
+        for status in (CANDIDATE, NOT_A_CANDIDATE):
+            if status in verdicts:
+                return status
+        return INCONCLUSIVE
+
+    def _promotion(self, decisions: Mapping[str, Decision]) -> dict[str, Any]:
+        """The arm (and profile) to promote: of several, the one with the largest gain that won."""
+        found: list[tuple[float, dict[str, Any]]] = []
+        for arm, decision in decisions.items():
+            for profile, verdict, cells in _verdicts(decision):
+                if verdict != CANDIDATE:
+                    continue
+                won = [cell for cell in cells if decision.cells[cell].verdict == "WIN"]
+                profiles = dict.fromkeys(self._plan.profile(cell) for cell in won)
+                gain = max(decision.cells[cell].series[0].gain for cell in won)
+                name = profile or "+".join(profiles)
+                found.append((gain, {"arm": arm, "profile": name, "cells": won}))
+        return max(found, key=lambda one: one[0])[1]
+
+
+def _verdicts(decision: Decision) -> list[tuple[str | None, str, tuple[str, ...]]]:
+    """(profile, verdict, cells) of each verdict a decision gives: one a profile, or one in all."""
+    if decision.groups:
+        return [(name, group.verdict, group.cells) for name, group in decision.groups.items()]
+    return [(None, decision.verdict, decision.decision_cells)]
+
+
+def _fault(item: PlannedItem, record: Mapping[str, Any] | None) -> str | None:
+    """Why an item has no value, in words that follow its id; None when it was measured."""
+    if record is None:
+        return "not measured"
+    for key in ("start", "arm", "cell", "repeat"):
+        if record.get(key) != getattr(item, key):
+            return f"damaged: its {key} is {shown(record.get(key))}"
+    outcome = record.get("outcome")
+    if outcome == "measured":
+        return None if isinstance(record.get("values"), Mapping) else "damaged: it has no values"
+    if outcome not in ("failed", "refused", "skipped"):
+        return f"damaged: its outcome is {shown(outcome)}"
+    told = [str(record[key]) for key in ("kind", "reason") if record.get(key)]
+    return f"{outcome}: {one_line(': '.join(told))}" if told else str(outcome)
+
+
+def _listed(ids: Sequence[str]) -> str:
+    if len(ids) <= _IDS_SHOWN:
+        return ", ".join(ids)
+    return f"{', '.join(ids[:_IDS_SHOWN])} and {len(ids) - _IDS_SHOWN} more items"
+
+
+def _canonical(record: Mapping[str, Any]) -> str:
+    try:
+        return dump_json(record)
+    except ValueError:
+        # NaN has no canonical form; such a value is refused later, wherever it is used.
+        return json.dumps(record, sort_keys=True)
+
+
+def _agreed(found: Iterable[Any], what: str) -> Any:
+    """The one value that all give, None when they give none. Raises `Refused` for two."""
+    distinct = list(dict.fromkeys(_hashable(value) for value in found if value is not None))
+    if len(distinct) > 1:
+        raise Refused(f"the values have more than one {what}: {distinct[0]}, {distinct[1]}")
+    return distinct[0] if distinct else None
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, (bool, str)) else str(value)
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """The mean of one control value's parts; what is no number is passed on to be refused."""
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return value
+        if not math.isfinite(value) or value <= 0:
+            return value
+    return math.fsum(values) / len(values)
+
+
+# -- from the files -------------------------------------------------------------------------------
+
+_MAX_FILE = 1 << 30
+
+
+def read_folder(folder: Path) -> tuple[Plan, list[dict[str, Any]]]:
+    """Read plan.json and values.jsonl of a window's folder.
+
+    A window that ended before its first item has no values.jsonl: then there are no values.
+
+    Raises:
+        UsageError: the folder or plan.json is missing, or a file is damaged; one line.
+    """
+    plan_file = folder / "plan.json"
+    if not folder.is_dir():
+        raise UsageError(f"{one_line(str(folder))}: no such folder")
+    plan_text = _read(plan_file)
+    if plan_text is None:
+        raise UsageError(f"{one_line(str(plan_file))}: no such file; not a window's folder")
+    try:
+        plan = Plan.from_json(_json(plan_text))
+    except (UsageError, ValueError, RecursionError) as error:
+        raise UsageError(f"{one_line(str(plan_file))}: {one_line(str(error))}") from None
+    values_file = folder / "values.jsonl"
+    return plan, _rows(values_file, _read(values_file) or b"")
+
+
+def _rows(file: Path, raw: bytes) -> list[dict[str, Any]]:
+    """The records; only the last line, without a newline, may be torn (by a kill)."""
+    rows: list[dict[str, Any]] = []
+    lines = raw.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = _json(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif number < len(lines):
+            raise UsageError(f"{one_line(str(file))}:{number}: damaged: no JSON record")
+    return rows
+
+
+def _json(raw: bytes) -> Any:
+    loads: Callable[[str], Any] = json.loads
+    return loads(raw.decode("utf-8"))
+
+
+def _read(file: Path) -> bytes | None:
+    """The bytes of a regular file, None when there is none."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{one_line(str(file))}: cannot be read: {error}") from None
+    with os.fdopen(fd, "rb") as stream:
+        try:
+            raw = stream.read(_MAX_FILE + 1)
+        except OSError as error:
+            raise UsageError(f"{one_line(str(file))}: cannot be read: {error.strerror}") from None
+    if len(raw) > _MAX_FILE:
+        raise UsageError(f"{one_line(str(file))}: larger than {_MAX_FILE} bytes")
+    return raw
