@@ -5,6 +5,8 @@ Pure arithmetic on numbers that somebody else measured: numpy and scipy, no inpu
 
 from __future__ import annotations
 
+from .excess import excess_p, least_losing_count, mean_ceiling
+from .moderated import Prior, fit_prior, moderated_advice, widened_aa_advice
 from .pairs import (
     SeededSeries,
     decide_paired_cell,
@@ -24,6 +26,7 @@ __all__ = [
     "CellResult",
     "Decision",
     "Group",
+    "Prior",
     "Refused",
     "Resolution",
     "SeededSeries",
@@ -34,9 +37,14 @@ __all__ = [
     "decide_paired_cell",
     "decide_paired_window",
     "decide_window",
+    "excess_p",
+    "fit_prior",
     "half_width",
     "least_design",
+    "least_losing_count",
+    "mean_ceiling",
     "metric_label",
+    "moderated_advice",
     "parse_design",
     "pooled_cv",
     "prompt_identity",
@@ -45,4 +53,5 @@ __all__ = [
     "report_window",
     "seeded_series",
     "sign_flip",
+    "widened_aa_advice",
 ]

@@ -211,8 +211,9 @@ def win2_pairs(
 ) -> Pairs:
     """Intervals of seeded pairs (RULES section 2).
 
-    `controls` is (k, n, trials), `candidate` (n, trials). The control of a pair is the mean over the k control starts. The interval holds the pairs'
-    spread and the registered between-start SD, once for the candidate and 1/k for the controls.
+    `controls` is (k, n, trials), `candidate` (n, trials). A pair's control is the mean over the k
+    control starts. The interval holds the pairs' spread and the registered between-start SD, once
+    for the candidate and 1/k for the controls.
     """
     k, n = controls.shape[:2]
     control = controls.sum(axis=0)
