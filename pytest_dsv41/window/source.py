@@ -22,7 +22,16 @@ from typing import Any
 from ..errors import SpecError
 from ..text import one_line
 
-__all__ = ["MAX_BYTES", "KeyPath", "Source", "choices", "dotted", "read_toml", "shown"]
+__all__ = [
+    "MAX_BYTES",
+    "KeyPath",
+    "Source",
+    "choices",
+    "dotted",
+    "read_regular",
+    "read_toml",
+    "shown",
+]
 
 MAX_BYTES = 1 << 20
 _MAX_DEPTH = 32
@@ -111,7 +120,11 @@ def read_toml(file: Path, name: str) -> tuple[dict[str, Any], Source]:
             number that is not finite, or nesting deeper than 32.
     """
     label = one_line(name, 200)
-    raw = _read(file, label)
+    try:
+        raw = read_regular(file, MAX_BYTES)
+    except (FileNotFoundError, ValueError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error
+        raise SpecError(f"{label}: {reason}") from None
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -135,23 +148,29 @@ def read_toml(file: Path, name: str) -> tuple[dict[str, Any], Source]:
     return values, source
 
 
-def _read(file: Path, label: str) -> bytes:
+def read_regular(file: Path, limit: int) -> bytes:
+    """Return the bytes of a regular file; a FIFO or device in its place never hangs the reader.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, is no regular file, or has more than `limit` bytes.
+    """
+    fd = -1
     try:
-        # O_NONBLOCK: a FIFO in the file's place must not hang the reader.
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise SpecError(f"{label}: cannot be read: {reason}") from None
-    with os.fdopen(fd, "rb") as stream:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise SpecError(f"{label}: not a regular file")
-        try:
-            raw = stream.read(MAX_BYTES + 1)
-        except OSError as error:
-            raise SpecError(f"{label}: cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_BYTES:
-        raise SpecError(f"{label}: larger than {MAX_BYTES} bytes; this is no window file")
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("not a regular file")
+        with os.fdopen(fd, "rb", closefd=False) as stream:
+            raw = stream.read(limit + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    if len(raw) > limit:
+        raise ValueError(f"larger than {limit} bytes")
     return raw
 
 
@@ -162,7 +181,8 @@ def _invalid(label: str, text: str, message: str) -> SpecError:
     if what == "Cannot overwrite a value":
         what = "a key is given twice"
     elif twice := re.fullmatch(r"Cannot declare \((.*?),?\) twice", what):
-        what = f"the table {twice[1].replace(', ', '.')} is declared twice"
+        table = twice[1].translate({ord("'"): None}).replace(", ", ".")
+        what = f"the table {table} is declared twice"
     return SpecError(f"{label}:{line}: invalid TOML: {one_line(what)}")
 
 

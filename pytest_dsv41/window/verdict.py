@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from ..errors import UsageError
 from ..text import one_line
 from .plan import Plan, PlannedItem
 from .schedule import layout
-from .source import shown
+from .source import read_regular, shown
 
 __all__ = ["EXIT_CODES", "Outcome", "conclude", "read_folder"]
 
@@ -421,23 +420,14 @@ def _rows(file: Path, raw: bytes) -> list[dict[str, Any]]:
 
 
 def _json(raw: bytes) -> Any:
-    loads: Callable[[str], Any] = json.loads
-    return loads(raw.decode("utf-8"))
+    return json.loads(raw.decode("utf-8"))
 
 
 def _read(file: Path) -> bytes | None:
     """The bytes of a regular file, None when there is none."""
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return read_regular(file, _MAX_FILE)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{one_line(str(file))}: cannot be read: {error}") from None
-    with os.fdopen(fd, "rb") as stream:
-        try:
-            raw = stream.read(_MAX_FILE + 1)
-        except OSError as error:
-            raise UsageError(f"{one_line(str(file))}: cannot be read: {error.strerror}") from None
-    if len(raw) > _MAX_FILE:
-        raise UsageError(f"{one_line(str(file))}: larger than {_MAX_FILE} bytes")
-    return raw
+    except ValueError as error:
+        raise UsageError(f"{one_line(str(file))}: {error}") from None
