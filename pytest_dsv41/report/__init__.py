@@ -22,9 +22,9 @@ def write_views(folder: Path) -> tuple[Path, Path]:
     Raises:
         UsageError: the folder is no window's, or plan.json or summary.json is damaged; one line.
     """
-    from pytest_dsv41.report.html import write_html
-    from pytest_dsv41.report.junit import write_junit
-    from pytest_dsv41.report.model import load_window
+    from .html import write_html
+    from .junit import write_junit
+    from .model import load_window
 
     files = load_window(folder)
     return write_junit(folder, files), write_html(folder, files)

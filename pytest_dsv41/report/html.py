@@ -16,8 +16,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from pytest_dsv41 import __version__, durable
-from pytest_dsv41.report.model import (
+from .. import __version__, durable
+from ..text import one_line
+from .model import (
     EXIT_MEANINGS,
     SeriesRow,
     WindowFiles,
@@ -33,8 +34,7 @@ from pytest_dsv41.report.model import (
     spread_rows,
     watch_text,
 )
-from pytest_dsv41.report.svg import interval_plot, marker, run_plot
-from pytest_dsv41.text import one_line
+from .svg import interval_plot, marker, run_plot
 
 __all__ = ["FILE_NAME", "html_page", "write_html"]
 
@@ -113,8 +113,9 @@ def _cells(files: WindowFiles, arms: tuple[str, ...], rows: tuple[SeriesRow, ...
                 arms,
                 lower_is_better=files.lower_is_better(metric),
                 key=f"run{next(keys)}",
+                width=760 if position == 0 else 440,
             )
-            for metric in files.metrics(cell)
+            for position, metric in enumerate(files.metrics(cell))
             if items
         ]
         shown = max(1, len(judged))
@@ -135,6 +136,7 @@ def _cells(files: WindowFiles, arms: tuple[str, ...], rows: tuple[SeriesRow, ...
                 "other_plots": plots[shown:],
                 "intervals": interval_plot(labelled, key=f"gain{next(keys)}") if labelled else None,
                 "series": series,
+                "with_p": any(row.p is not None for row in series),
                 "measured": sum(item.outcome == "measured" for item in items),
                 "planned": len(items),
                 "definition": definition if isinstance(definition, Mapping) else {},
@@ -167,7 +169,7 @@ def html_page(files: WindowFiles) -> str:
         legend=_legend(arms, files),
         cells=_cells(files, arms, rows),
         overview=interval_plot(overview, key="overview", title="Gain of each cell's primary")
-        if len(overview) > 1
+        if len(overview) > 2
         else None,
         spreads=spread_rows(summary) if summary else (),
         archive=archive_text(summary) if summary else "",

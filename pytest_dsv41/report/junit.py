@@ -21,8 +21,10 @@ from typing import Any
 
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 
-from pytest_dsv41 import __version__, durable
-from pytest_dsv41.report.model import (
+from .. import __version__, durable
+from ..text import one_line, visible
+from ..window.summary import WATCH_FAILED, Summary
+from .model import (
     EXIT_MEANINGS,
     Item,
     WindowFiles,
@@ -32,8 +34,6 @@ from pytest_dsv41.report.model import (
     restore_text,
     watch_text,
 )
-from pytest_dsv41.text import one_line, visible
-from pytest_dsv41.window.summary import WATCH_FAILED, Summary
 
 __all__ = ["FILE_NAME", "junit_xml", "write_junit"]
 

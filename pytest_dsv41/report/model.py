@@ -15,10 +15,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
 
-from pytest_dsv41.durable import read_json_lines
-from pytest_dsv41.errors import UsageError
-from pytest_dsv41.text import one_line
-from pytest_dsv41.window.summary import FILE_NAME, Summary, read_summary
+from ..durable import read_json_lines
+from ..errors import UsageError
+from ..text import one_line
+from ..window.summary import FILE_NAME, Summary, read_summary
 
 __all__ = [
     "EXIT_MEANINGS",

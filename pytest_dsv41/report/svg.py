@@ -14,7 +14,8 @@ from typing import Final
 
 from markupsafe import Markup
 
-from pytest_dsv41.report.model import (
+from ..text import one_line
+from .model import (
     REQUIRED_EFFECT,
     Item,
     SeriesRow,
@@ -22,7 +23,6 @@ from pytest_dsv41.report.model import (
     number_text,
     percent_text,
 )
-from pytest_dsv41.text import one_line
 
 __all__ = ["fit", "interval_plot", "run_plot", "ticks"]
 
@@ -100,11 +100,11 @@ def marker(arm_index: int, x: float, y: float, title: str, size: float = 4.6) ->
     return Markup("{}<title>{}</title>{}").format(body, title, end)
 
 
-def _open(height: float, title: str, description: str, key: str) -> Markup:
+def _open(width: float, height: float, title: str, description: str, key: str) -> Markup:
     return Markup(
         '<svg viewBox="0 0 {} {:.0f}" role="img" aria-labelledby="{}-t {}-d">'
         '<title id="{}-t">{}</title><desc id="{}-d">{}</desc>'
-    ).format(_WIDTH, height, key, key, key, title, key, description)
+    ).format(width, height, key, key, key, title, key, description)
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ def run_plot(
     *,
     lower_is_better: bool,
     key: str,
+    width: float = _WIDTH,
 ) -> Markup:
     """Return the plot of every repeat of one cell and metric in run order.
 
@@ -135,24 +136,23 @@ def run_plot(
         arms: all arms, the control first; an arm's place gives its colour and shape.
         lower_is_better: said on the axis.
         key: unique id of the plot in the page.
+        width: of the drawing in its own units; the text keeps its size in them.
     """
-    left, right, top, bottom = 66.0, 12.0, 30.0, 208.0
+    left, right, top, bottom = 66.0, 62.0, 30.0, 208.0
     height = 246.0
     values = [value for item in items if (value := item.value(metric)) is not None]
     metric, unit = one_line(metric, 60), one_line(unit, 20)
     title = f"{metric} of every repeat in run order"
     description = f"{len(values)} of {len(items)} repeats measured"
-    parts = [_open(height, title, description, key)]
+    parts = [_open(width, height, title, description, key)]
     if not values:
-        parts.append(
-            _text(_WIDTH / 2, 120, f"no repeat gave {metric}", anchor="middle", css="mute")
-        )
+        parts.append(_text(width / 2, 120, f"no repeat gave {metric}", anchor="middle", css="mute"))
         parts.append(Markup("</svg>"))
         return Markup("").join(parts)
     low, high = min(values), max(values)
     room = (high - low) * 0.08 or abs(high) * 0.01 or 1.0
     y = _Scale(low - room, high + room, bottom - 4, top + 4)
-    step = (_WIDTH - left - right) / len(items)
+    step = (width - left - right) / len(items)
 
     def x(position: float) -> float:
         return left + step * (position + 0.5)
@@ -190,8 +190,9 @@ def run_plot(
     marks = ticks(y.low, y.high)
     gap = marks[1] - marks[0] if len(marks) > 1 else abs(marks[0]) or 1.0
     for mark in marks:
-        parts.append(_line(left, y(mark), _WIDTH - right, y(mark), "grid"))
+        parts.append(_line(left, y(mark), width - right, y(mark), "grid"))
         parts.append(_text(left - 8, y(mark) + 4, _tick_text(mark, gap), anchor="end", css="mute"))
+    parts += _relative_axis(items, metric, arms, y, width - right)
     position = 0
     for _, members in groupby(items, key=lambda item: item.start):
         group = list(members)
@@ -225,20 +226,52 @@ def run_plot(
                     '<path d="M{:.1f} {:.1f}l8 8m0 -8l-8 8" class="gone"><title>{}</title></path>'
                 ).format(x(position) - 4, bottom - 14, label)
             )
-    parts.append(_line(left, bottom, _WIDTH - right, bottom, "axis"))
+    parts.append(_line(left, bottom, width - right, bottom, "axis"))
     better = "lower is better" if lower_is_better else "higher is better"
-    parts.append(_text(left, height - 16, f"run order, {len(items)} repeats →", css="mute"))
+    if width >= 600:
+        parts.append(_text(left, height - 16, f"run order, {len(items)} repeats →", css="mute"))
     parts.append(
         _text(
-            _WIDTH - right,
+            width - right,
             height - 16,
-            fit(f"{metric}{f' in {unit}' if unit else ''}, {better}", 420),
+            fit(
+                f"{metric}{f' in {unit}' if unit else ''}, {better}",
+                width - left - right - 150 * (width >= 600),
+            ),
             anchor="end",
             css="mute",
         )
     )
     parts.append(Markup("</svg>"))
     return Markup("").join(parts)
+
+
+def _relative_axis(
+    items: Sequence[Item], metric: str, arms: Sequence[str], y: _Scale, x: float
+) -> list[Markup]:
+    """The same height as a change against the control mean, on the right."""
+    control = [
+        value
+        for item in items
+        if item.arm in arms[:1] and (value := item.value(metric)) is not None
+    ]
+    mean = math.fsum(control) / len(control) if control else 0.0
+    if mean <= 0:
+        return []
+    low, high = 100 * (y.low / mean - 1), 100 * (y.high / mean - 1)
+    marks = ticks(low, high, 6)
+    gap = marks[1] - marks[0] if len(marks) > 1 else 1.0
+    parts = []
+    for mark in marks:
+        height = y(mean * (1 + mark / 100))
+        label = "control" if mark == 0 else f"{_signed(mark, gap)} %"
+        parts.append(_line(x, height, x + 4, height, "axis"))
+        parts.append(_text(x + 8, height + 4, label, css="mute", size=11))
+    return parts
+
+
+def _signed(percent: float, step: float) -> str:
+    return f"{percent:+.{_digits(step)}f}".replace("-", "−")
 
 
 def _arm_index(arm: str, arms: Sequence[str]) -> int:
@@ -266,12 +299,12 @@ def interval_plot(
         f"{label} {percent_text(row.gain)} ({interval_text(row.low, row.high)})"
         for label, row in rows
     )
-    parts = [_open(height, title, one_line(described, 1000), key)]
+    parts = [_open(_WIDTH, height, title, one_line(described, 1000), key)]
     marks = ticks(x.low * 100, x.high * 100, 6)
     gap = marks[1] - marks[0] if len(marks) > 1 else 1.0
     for mark in marks:
         parts.append(_line(x(mark / 100), top, x(mark / 100), bottom, "grid"))
-        label = "0" if mark == 0 else f"{mark:+.{_digits(gap)}f}".replace("-", "−")
+        label = "0" if mark == 0 else _signed(mark, gap)
         parts.append(_text(x(mark / 100), bottom + 16, label, anchor="middle", css="mute"))
     parts.append(_line(x(0), top - 4, x(0), bottom, "zero"))
     parts.append(_line(x(REQUIRED_EFFECT), top - 4, x(REQUIRED_EFFECT), bottom, "required"))

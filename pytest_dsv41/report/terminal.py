@@ -22,7 +22,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from pytest_dsv41.report.model import (
+from ..text import one_line
+from ..window.summary import WATCH_FAILED, Summary
+from .model import (
     EXIT_MEANINGS,
     SeriesRow,
     WindowFiles,
@@ -39,8 +41,6 @@ from pytest_dsv41.report.model import (
     watch_text,
     window_files,
 )
-from pytest_dsv41.text import one_line
-from pytest_dsv41.window.summary import WATCH_FAILED, Summary
 
 __all__ = ["console_width", "render_decision", "render_files", "render_window", "wants_color"]
 

@@ -22,9 +22,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pytest_dsv41 import durable
-from pytest_dsv41.errors import UsageError
-from pytest_dsv41.text import one_line
+from .. import durable
+from ..errors import UsageError
+from ..text import one_line
 
 __all__ = [
     "CHAINED",
