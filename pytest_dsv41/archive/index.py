@@ -1,0 +1,367 @@
+"""The read index: where each row stands in the archive, in SQLite, beside the file.
+
+The index holds places, never values: every number of an answer is read from the archive's own
+bytes and compared there with what was asked. It is bound to the exact state of the file (device,
+inode, size, both change times, row count, head) and to this boot. Whatever does not match is not
+used: the chain is verified again from the first row, and the index is continued or built anew.
+It can be deleted at any time. Where it cannot be written it is built in memory.
+
+SQLite runs with `synchronous=OFF`: a kill cannot harm it, a power failure can, hence the boot id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_dsv41.archive.chain import START, Position, Walk, walk
+from pytest_dsv41.archive.errors import ChainBroken
+from pytest_dsv41.archive.rows import parse_line, row_key
+
+__all__ = ["Index", "Place", "index_path"]
+
+_FORMAT = 1
+_TABLES = """
+CREATE TABLE bound (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE window (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE start (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE series (
+    id INTEGER PRIMARY KEY, cell TEXT NOT NULL, metric TEXT NOT NULL, UNIQUE (cell, metric)
+);
+CREATE TABLE definition (
+    id INTEGER PRIMARY KEY, series INTEGER NOT NULL, max_tokens INTEGER NOT NULL,
+    clock_cap_mhz INTEGER NOT NULL, "commit" TEXT NOT NULL, prompt_sha256 TEXT NOT NULL,
+    UNIQUE (series, max_tokens, clock_cap_mhz, "commit", prompt_sha256)
+);
+CREATE TABLE row (
+    seq INTEGER PRIMARY KEY, offset INTEGER NOT NULL, length INTEGER NOT NULL,
+    series INTEGER NOT NULL, definition INTEGER NOT NULL, window INTEGER NOT NULL,
+    start INTEGER NOT NULL, repeat INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX row_key ON row (window, series, start, repeat);
+CREATE INDEX row_definition ON row (definition, window, offset);
+"""
+# Which column answers a filter on a field; the other fields are compared in the rows themselves.
+COLUMNS = {
+    "window": "window.name",
+    "start": "start.name",
+    "repeat": "row.repeat",
+    "cell": "series.cell",
+    "metric": "series.metric",
+    "max_tokens": "definition.max_tokens",
+    "clock_cap_mhz": "definition.clock_cap_mhz",
+    "commit": 'definition."commit"',
+    "prompt_sha256": "definition.prompt_sha256",
+}
+_NATURAL_KEYS = {
+    "window": ("name",),
+    "start": ("name",),
+    "series": ("cell", "metric"),
+    "definition": ("series", "max_tokens", "clock_cap_mhz", '"commit"', "prompt_sha256"),
+}
+_JOINED = """
+FROM definition
+JOIN series ON series.id = definition.series
+JOIN row ON row.definition = definition.id
+JOIN window ON window.id = row.window
+JOIN start ON start.id = row.start
+"""
+
+
+def index_path(path: Path) -> Path:
+    """Return where the index of an archive lies."""
+    return path.with_name(path.name + ".index")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row stands: its number, and its line's offset and length in bytes."""
+
+    seq: int
+    offset: int
+    length: int
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _state(fd: int) -> str:
+    info = os.fstat(fd)
+    return json.dumps(
+        [info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns, _boot_id()]
+    )
+
+
+class Index:
+    """One connection to an archive's index. Every method may raise `sqlite3.Error`."""
+
+    def __init__(self, connection: sqlite3.Connection, *, in_memory: bool) -> None:
+        self._db = connection
+        self.in_memory = in_memory
+        self._windows: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
+        self._series: dict[tuple[Any, ...], int] = {}
+        self._definitions: dict[tuple[Any, ...], int] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> Index:
+        """Open or create the index beside the archive `path`; in memory where that fails."""
+        with contextlib.suppress(sqlite3.Error, OSError):
+            return cls._open_file(index_path(path))
+        return cls.memory()
+
+    @classmethod
+    def memory(cls) -> Index:
+        """Return an empty index that lives as long as the object."""
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        connection.executescript(_TABLES)
+        return cls(connection, in_memory=True)
+
+    @classmethod
+    def _open_file(cls, file: Path) -> Index:
+        # The file is created here and not by SQLite, for its mode and against symbolic links.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        os.close(os.open(file, flags, 0o600))
+        connection = sqlite3.connect(file, timeout=2, isolation_level=None)
+        try:
+            connection.execute("PRAGMA synchronous=OFF")
+            connection.execute("PRAGMA journal_mode=PERSIST")
+            connection.execute("PRAGMA cache_size=-16000")
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version != _FORMAT:
+                connection.execute("BEGIN IMMEDIATE")
+                cls._wipe(connection)
+                connection.execute(f"PRAGMA user_version={_FORMAT}")
+                connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection, in_memory=False)
+
+    @staticmethod
+    def _wipe(connection: sqlite3.Connection) -> None:
+        names = connection.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        ).fetchall()
+        for (name,) in names:
+            connection.execute(f'DROP TABLE "{name}"')
+        for statement in _TABLES.split(";"):
+            connection.execute(statement)
+
+    def close(self) -> None:
+        """Close the connection; an in-memory index is gone."""
+        self._db.close()
+
+    @contextlib.contextmanager
+    def transaction(self, kind: str = "DEFERRED") -> Iterator[None]:
+        """Run the body in one transaction, rolled back if it raises."""
+        self._db.execute(f"BEGIN {kind}")
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            self._forget()
+            raise
+        self._db.execute("COMMIT")
+
+    def begin(self) -> None:
+        """Begin a read transaction: what follows sees one state of the index."""
+        self._db.execute("BEGIN")
+
+    def end(self) -> None:
+        """End the read transaction, if there is one."""
+        if self._db.in_transaction:
+            self._db.execute("COMMIT")
+
+    def _forget(self) -> None:
+        for cache in (self._windows, self._starts, self._series, self._definitions):
+            cache.clear()
+
+    def _meta(self) -> dict[str, str]:
+        return dict(self._db.execute("SELECT key, value FROM bound").fetchall())
+
+    def bound(self, fd: int) -> Position | None:
+        """Return the archive's end if the index describes exactly the file `fd`, else None."""
+        meta = self._meta()
+        if meta.get("state") != _state(fd):
+            return None
+        return self._position(meta)
+
+    @staticmethod
+    def _position(meta: Mapping[str, str]) -> Position | None:
+        try:
+            offset, rows, head, missing = json.loads(meta["position"])
+            return Position(int(offset), int(rows), str(head), int(missing))
+        except (KeyError, ValueError, TypeError):
+            return None
+
+    def bind(self, fd: int, position: Position, *, trusted: bool = True) -> None:
+        """Record that the index describes the file as it is now, up to `position`."""
+        at = [position.offset, position.rows, position.head, position.missing]
+        self._db.executemany(
+            "INSERT OR REPLACE INTO bound VALUES (?, ?)",
+            [("state", _state(fd) if trusted else ""), ("position", json.dumps(at))],
+        )
+
+    def refresh(self, fd: int, name: str) -> Walk:
+        """Verify the whole chain and bring the index to the file's end; one transaction.
+
+        Raises:
+            ChainBroken, WrongSchema: as `chain.walk`.
+        """
+        with self.transaction("IMMEDIATE"):
+            known = self._position(self._meta())
+            if known is not None and not self._holds(fd, name, known):
+                known = None
+            if known is None:
+                self._wipe(self._db)
+                self._forget()
+                known = START
+            found = walk(fd, name, known, sink=lambda lines: self._add_lines(name, lines))
+            # With something dangling at its end the file is never taken on trust: an appender
+            # must see and settle it.
+            dangling = found.unfinished or found.cut or found.newline_missing
+            self.bind(fd, found.position, trusted=not dangling)
+            return found
+
+    def _holds(self, fd: int, name: str, known: Position) -> bool:
+        count = self._db.execute("SELECT count(*) FROM row").fetchone()[0]
+        if count != known.rows:
+            return False
+        try:
+            return walk(fd, name, until=known.offset).position == known
+        except ChainBroken:
+            # Said by the walk that follows, from the first row.
+            return False
+
+    def _add_lines(self, name: str, lines: Sequence[tuple[int, int, bytes]]) -> None:
+        try:
+            self.add((seq, offset, len(line), json.loads(line)) for seq, offset, line in lines)
+        except (ValueError, KeyError, TypeError, sqlite3.IntegrityError, sqlite3.InterfaceError):
+            # The chain holds, so whoever wrote this row knew how to forge it: name the first one.
+            self._name_bad_row(name, lines)
+            raise
+
+    def _name_bad_row(self, name: str, lines: Sequence[tuple[int, int, bytes]]) -> None:
+        seen: dict[tuple[Any, ...], int] = {}
+        for seq, _, line in lines:
+            row = parse_line(line, f"{name}: line {seq}", seq)
+            key = row_key(row)
+            place = self.find_key(key)
+            first = seen.setdefault(key, seq if place is None else place.seq)
+            if first != seq:
+                raise ChainBroken(
+                    f"{name}: line {seq}: forged: has the key of line {first} "
+                    f"({', '.join(str(part) for part in key)})",
+                    line=seq,
+                    change="forged",
+                )
+
+    def add(self, rows: Iterable[tuple[int, int, int, Mapping[str, Any]]]) -> None:
+        """Add rows as (seq, offset, length, fields)."""
+        records = []
+        for seq, offset, length, row in rows:
+            series = self._id("series", self._series, (row["cell"], row["metric"]))
+            definition = self._id(
+                "definition",
+                self._definitions,
+                (
+                    series,
+                    row["max_tokens"],
+                    row["clock_cap_mhz"],
+                    row["commit"],
+                    row["prompt_sha256"],
+                ),
+            )
+            window = self._id("window", self._windows, (row["window"],))
+            start = self._id("start", self._starts, (row["start"],))
+            records.append((seq, offset, length, series, definition, window, start, row["repeat"]))
+        self._db.executemany("INSERT INTO row VALUES (?, ?, ?, ?, ?, ?, ?, ?)", records)
+
+    def _id(self, table: str, cache: dict[Any, int], values: tuple[Any, ...]) -> int:
+        known = cache.get(values)
+        if known is not None:
+            return known
+        names = _NATURAL_KEYS[table]
+        where = " AND ".join(f"{name} = ?" for name in names)
+        found = self._db.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()  # noqa: S608
+        if found is None:
+            marks = ", ".join("?" for _ in names)
+            number = self._db.execute(
+                f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})",  # noqa: S608
+                values,
+            ).lastrowid
+        else:
+            number = found[0]
+        cache[values] = int(number or 0)
+        return cache[values]
+
+    def find_key(self, key: tuple[Any, ...]) -> Place | None:
+        """Return where the row of a key (window, cell, metric, start, repeat) stands."""
+        found = self._db.execute(
+            "SELECT row.seq, row.offset, row.length FROM row"
+            " WHERE row.window = (SELECT id FROM window WHERE name = ?)"
+            " AND row.series = (SELECT id FROM series WHERE cell = ? AND metric = ?)"
+            " AND row.start = (SELECT id FROM start WHERE name = ?) AND row.repeat = ?",
+            key,
+        ).fetchone()
+        return Place(*found) if found else None
+
+    def place(self, seq: int) -> Place | None:
+        """Return where the row of a number stands."""
+        found = self._db.execute(
+            "SELECT seq, offset, length FROM row WHERE seq = ?", (seq,)
+        ).fetchone()
+        return Place(*found) if found else None
+
+    def select(self, where: Mapping[str, Sequence[Any]]) -> list[Place]:
+        """Return the places of the rows whose indexed fields are among `where`'s, in file order."""
+        condition, values = _condition(where)
+        found = self._db.execute(
+            f"SELECT row.seq, row.offset, row.length {_JOINED} {condition} ORDER BY row.seq",
+            values,
+        )
+        return [Place(*row) for row in found]
+
+    def definitions(
+        self, where: Mapping[str, Sequence[Any]]
+    ) -> list[tuple[int, dict[str, Any], int]]:
+        """Return (id, definition, rows) of every definition that has rows among `where`'s."""
+        condition, values = _condition(where)
+        found = self._db.execute(
+            "SELECT definition.id, series.cell, series.metric, definition.max_tokens,"
+            ' definition.clock_cap_mhz, definition."commit", definition.prompt_sha256,'
+            f" count(*) {_JOINED} {condition} GROUP BY definition.id ORDER BY min(row.seq)",
+            values,
+        )
+        names = ("cell", "metric", "max_tokens", "clock_cap_mhz", "commit", "prompt_sha256")
+        return [(row[0], dict(zip(names, row[1:7], strict=True)), row[7]) for row in found]
+
+    def offsets(self, definition: int) -> list[tuple[int, int, str]]:
+        """Return (seq, offset, window) of a definition's rows, window by window."""
+        return self._db.execute(
+            "SELECT row.seq, row.offset, window.name FROM row"
+            " JOIN window ON window.id = row.window WHERE row.definition = ?"
+            " ORDER BY row.window, row.offset",
+            (definition,),
+        ).fetchall()
+
+
+def _condition(where: Mapping[str, Sequence[Any]]) -> tuple[str, list[Any]]:
+    parts: list[str] = []
+    values: list[Any] = []
+    for field, allowed in where.items():
+        parts.append(f"{COLUMNS[field]} IN ({', '.join('?' for _ in allowed)})")
+        values += allowed
+    return ("WHERE " + " AND ".join(parts) if parts else ""), values

@@ -1,0 +1,466 @@
+"""Writing and reading the control archive.
+
+An append is: lock, settle the file's end, refuse bad rows, write, sync, answer the new head. The
+rows are written from their second byte on and synced; only then is the first byte, a `{`, written
+over the NUL that the gap left, and synced. So that one byte commits the whole batch: after a kill
+or a power failure either all of its rows exist or none does, and a torn append can be told from a
+file that somebody cut.
+
+Files beside `control-archive.jsonl`: `….lock` (the lock, never renamed), `….index` (see `index`,
+can be deleted), `….torn-<rows>-<n>` (bytes that were set aside when a dangling end was settled).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pytest_dsv41.archive.chain import START, Position, Walk
+from pytest_dsv41.archive.disk import DISK, Disk
+from pytest_dsv41.archive.errors import (
+    ArchiveError,
+    ChainBroken,
+    KeyConflict,
+    RolledBack,
+    RowRefused,
+)
+from pytest_dsv41.archive.index import COLUMNS, Index, Place
+from pytest_dsv41.archive.rows import FIELDS, GENESIS, encode, line_fields, normalise, row_key
+from pytest_dsv41.durable import FileLock
+from pytest_dsv41.text import one_line
+
+__all__ = [
+    "Head",
+    "Where",
+    "archive_append",
+    "archive_head",
+    "archive_rows",
+    "iter_rows",
+    "lock_path",
+    "reading",
+]
+
+Where = Mapping[str, Any]
+_T = TypeVar("_T")
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Head:
+    """The state of an archive: how many rows, and the sha256 of the last (64 zeros if none)."""
+
+    rows: int
+    sha256: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the head as JSON."""
+        return {"rows": self.rows, "sha256": self.sha256}
+
+
+def lock_path(path: Path) -> Path:
+    """Return the lock file of an archive."""
+    return path.with_name(path.name + ".lock")
+
+
+def _head(position: Position) -> Head:
+    return Head(position.rows, position.head)
+
+
+def _checked_path(path: str | os.PathLike[str]) -> Path:
+    checked = Path(path)
+    if checked.is_symlink():
+        # Two names of one archive would mean two lock files.
+        raise ArchiveError(f"{checked}: is a symbolic link; name the archive itself")
+    return checked
+
+
+def archive_append(
+    path: str | os.PathLike[str],
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    checkpoints: Iterable[Head] = (),
+    disk: Disk = DISK,
+) -> Head:
+    """Append a batch of control rows, all or nothing, and return the archive's new head.
+
+    When this returns, every row of the batch is on disk. A row that is already there, equal in
+    every field, is not written again. The file is created if it is missing; its folder must exist.
+
+    Args:
+        path: the archive.
+        rows: see `rows` for the fields.
+        checkpoints: heads that are known to have existed; each must lie in the file's history.
+        disk: the effects, for tests.
+
+    Raises:
+        RowRefused: a row breaks a rule; nothing was written.
+        KeyConflict: a row with the same key exists and differs; nothing was written.
+        RolledBack: the file lacks rows of a checkpoint; nothing was written.
+        ChainBroken, WrongSchema: the file itself is damaged or of another version.
+        OSError: the disk failed; the batch is not in the archive.
+    """
+    archive = _checked_path(path)
+    batch = _batch(rows)
+    if not archive.parent.is_dir():
+        raise ArchiveError(f"{archive}: its folder does not exist; create it first")
+    with FileLock(lock_path(archive)):
+        try:
+            fd = disk.open(archive)
+        except FileNotFoundError:
+            known = tuple(checkpoints)
+            _refuse_rollback(archive, START, known, None)
+            if not batch:
+                return Head(0, GENESIS)
+            fd = disk.open(archive, create=True)
+            try:
+                disk.sync_folder(archive.parent)
+            except BaseException:
+                disk.close(fd)
+                raise
+            checkpoints = known
+        try:
+            return _with_index(
+                archive, lambda index: _append(archive, fd, index, batch, checkpoints, disk)
+            )
+        finally:
+            disk.close(fd)
+
+
+def _batch(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(rows, Mapping | str | bytes):
+        raise RowRefused("rows: must be a list of rows, not one row")
+    batch: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for number, given in enumerate(rows):
+        row = normalise(given, f"row {number}")
+        key = row_key(row)
+        _refuse_conflict(f"row {number}", row, batch.setdefault(key, row), "an earlier row")
+    return batch
+
+
+def _refuse_conflict(
+    name: str, row: Mapping[str, Any], other: Mapping[str, Any], where: str
+) -> None:
+    differ = [field for field in FIELDS if row.get(field) != other.get(field)]
+    if differ:
+        key = ", ".join(f"{part}" for part in row_key(row))
+        shown = "; ".join(
+            f"{field} {one_line(repr(row.get(field)), 80)} against "
+            f"{one_line(repr(other.get(field)), 80)}"
+            for field in differ
+        )
+        raise KeyConflict(f"{name}: {key}: {where} has this key and differs: {shown}")
+
+
+def _with_index(archive: Path, work: Callable[[Index], _T]) -> _T:
+    """Run `work` with the index beside the file, or with one in memory if that one fails.
+
+    `work` lets a `sqlite3.Error` out only before it has appended anything.
+    """
+    index = Index.open(archive)
+    try:
+        return work(index)
+    except sqlite3.Error:
+        if index.in_memory:
+            raise
+    finally:
+        index.close()
+    memory = Index.memory()
+    try:
+        return work(memory)
+    finally:
+        memory.close()
+
+
+def _append(
+    archive: Path,
+    fd: int,
+    index: Index,
+    batch: Mapping[tuple[Any, ...], dict[str, Any]],
+    checkpoints: Iterable[Head],
+    disk: Disk,
+) -> Head:
+    end = index.bound(fd)
+    if end is None:
+        found = index.refresh(fd, archive.name)
+        _settle(archive, fd, found, disk)
+        end = found.position
+    _refuse_rollback(archive, end, checkpoints, lambda head: _sha_of(fd, index, head.rows))
+    fresh = []
+    for key, row in batch.items():
+        place = index.find_key(key)
+        if place is None:
+            fresh.append(row)
+        else:
+            there = line_fields(os.pread(fd, place.length, place.offset))
+            _refuse_conflict(archive.name, row, there, f"line {place.seq}")
+    if not fresh:
+        # Rows that a killed appender left may be in the page cache only: acknowledge after a sync.
+        disk.sync(fd)
+        return _head(end)
+    lines, places, new_end = _lines(fresh, end)
+    _write(archive, fd, lines, end, disk)
+    # The batch is on disk. The index can fail now without harm: it is checked before it is used.
+    with contextlib.suppress(sqlite3.Error, OSError), index.transaction("IMMEDIATE"):
+        index.add(places)
+        index.bind(fd, new_end)
+    return _head(new_end)
+
+
+def _lines(
+    rows: Sequence[dict[str, Any]], end: Position
+) -> tuple[bytes, list[tuple[int, int, int, dict[str, Any]]], Position]:
+    lines, places = [], []
+    offset, seq, prev = end.offset, end.rows, end.head
+    for number, row in enumerate(rows):
+        seq += 1
+        line, prev = encode(row, seq=seq, prev=prev, batch=0 if number else len(rows))
+        lines.append(line)
+        places.append((seq, offset, len(line), row))
+        offset += len(line)
+    return b"".join(lines), places, Position(offset, seq, prev)
+
+
+def _write(archive: Path, fd: int, lines: bytes, end: Position, disk: Disk) -> None:
+    try:
+        disk.write(fd, lines[1:], end.offset + 1)
+        disk.sync(fd)
+        disk.write(fd, lines[:1], end.offset)
+        disk.sync(fd)
+    except BaseException as error:
+        # Take the batch back, so that readers do not see what was not acknowledged. Should this
+        # fail too, the next append settles the end, or finds the whole batch.
+        with contextlib.suppress(OSError):
+            disk.truncate(fd, end.offset)
+        if isinstance(error, OSError):
+            error.add_note(f"{archive}: the batch was not appended")
+        raise
+
+
+def _settle(archive: Path, fd: int, found: Walk, disk: Disk) -> None:
+    """Make the file end with its last whole, committed row; what dangles is kept aside."""
+    end = found.position
+    if found.newline_missing:
+        disk.write(fd, b"\n", end.offset)
+        disk.sync(fd)
+        found.position = Position(end.offset + 1, end.rows, end.head, end.missing)
+    elif found.unfinished or found.cut:
+        dangling = os.fstat(fd).st_size - end.offset
+        _set_aside(archive, fd, end, dangling, disk)
+        disk.truncate(fd, end.offset)
+        disk.sync(fd)
+
+
+def _set_aside(archive: Path, fd: int, end: Position, size: int, disk: Disk) -> None:
+    for number in range(1_000_000):
+        aside = archive.with_name(f"{archive.name}.torn-{end.rows}-{number}")
+        try:
+            copy = disk.open(aside, create=True)
+        except FileExistsError:
+            continue
+        break
+    else:
+        raise ArchiveError(f"{archive}: too many {archive.name}.torn-* files; remove old ones")
+    try:
+        for offset in range(0, size, 1 << 20):
+            data = os.pread(fd, min(1 << 20, size - offset), end.offset + offset)
+            disk.write(copy, data, offset)
+        disk.sync(copy)
+    finally:
+        disk.close(copy)
+    disk.sync_folder(archive.parent)
+
+
+def _sha_of(fd: int, index: Index, seq: int) -> str | None:
+    if seq == 0:
+        return GENESIS
+    place = index.place(seq)
+    if place is None:
+        return None
+    # The last 67 bytes of a line are its sha256 and the closing of the object.
+    return os.pread(fd, 64, place.offset + place.length - 67).decode("ascii", "replace")
+
+
+def _refuse_rollback(
+    archive: Path,
+    end: Position,
+    checkpoints: Iterable[Head],
+    sha_of: Callable[[Head], str | None] | None,
+) -> None:
+    for known in sorted(checkpoints, key=lambda head: -head.rows):
+        if known.rows > end.rows:
+            raise RolledBack(
+                f"{archive}: has {end.rows} rows, a checkpoint knows {known.rows} "
+                f"(head {known.sha256[:12]}…): it was cut, or an older copy lies in its place; "
+                "nothing was appended"
+            )
+        sha = GENESIS if sha_of is None else sha_of(known)
+        if sha != known.sha256:
+            raise RolledBack(
+                f"{archive}: row {known.rows} is not the one a checkpoint knows "
+                f"({known.sha256[:12]}…): another archive lies in its place, or it was rewritten; "
+                "nothing was appended"
+            )
+
+
+def archive_head(path: str | os.PathLike[str]) -> Head:
+    """Return row count and head sha256; `Head(0, 64 zeros)` for a missing or empty archive.
+
+    The chain is verified first, unless the index proves that the file has not changed since.
+
+    Raises:
+        ChainBroken, WrongSchema: the file is damaged or of another version.
+    """
+    with reading(path) as reader:
+        return Head(0, GENESIS) if reader is None else _head(reader.end)
+
+
+def archive_rows(path: str | os.PathLike[str], where: Where | None = None) -> list[dict[str, Any]]:
+    """Return the archive's rows, in file order, as they were appended.
+
+    Args:
+        path: the archive; a missing one has no rows.
+        where: {field: value}, or {field: [values]} for any of them.
+
+    Raises:
+        ArchiveError: `where` names an unknown field.
+        ChainBroken, WrongSchema: the file is damaged or of another version.
+    """
+    return list(iter_rows(path, where))
+
+
+def iter_rows(path: str | os.PathLike[str], where: Where | None = None) -> Iterator[dict[str, Any]]:
+    """Yield what `archive_rows` returns, one row at a time."""
+    wanted = allowed_values(where)
+    with reading(path) as reader:
+        if reader is not None:
+            yield from reader.rows(wanted)
+
+
+def allowed_values(where: Where | None) -> dict[str, list[Any]]:
+    """Return {field: allowed values} of a `where`, refusing unknown fields."""
+    allowed: dict[str, list[Any]] = {}
+    for field, value in (where or {}).items():
+        if field not in FIELDS:
+            raise ArchiveError(
+                f"where: {one_line(repr(field), 80)}: unknown field; valid: {', '.join(FIELDS)}"
+            )
+        many = isinstance(value, list | tuple | set | frozenset) and field not in (
+            "clock_caps_mhz",
+            "prompt_members",
+        )
+        allowed[field] = list(value) if many else [value]
+    return allowed
+
+
+class Reader:
+    """An archive that was verified up to `end`, with the index that leads into it.
+
+    The index is held in one read transaction until the first rows are read: it describes `fd`
+    and not a file that a migration puts in its place meanwhile.
+    """
+
+    def __init__(self, fd: int, index: Index, end: Position, name: str) -> None:
+        self.fd = fd
+        self.index = index
+        self.end = end
+        self.name = name
+
+    def line(self, place: Place) -> bytes:
+        """Return the bytes of a row's line."""
+        return os.pread(self.fd, place.length, place.offset)
+
+    def rows(self, wanted: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the rows whose fields are among `wanted`'s, in file order."""
+        indexed = {field: values for field, values in wanted.items() if field in COLUMNS}
+        if not indexed:
+            yield from self._scan(wanted)
+            return
+        places = self.index.select(indexed)
+        self.index.end()
+        for place in places:
+            row = line_fields(self.line(place))
+            if _matches(row, wanted):
+                yield row
+
+    def _scan(self, wanted: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+        self.index.end()
+        with open(self.fd, "rb", buffering=1 << 20, closefd=False) as file:
+            file.seek(0)
+            for _ in range(self.end.rows):
+                row = line_fields(file.readline())
+                if _matches(row, wanted):
+                    yield row
+
+
+def _matches(row: Mapping[str, Any], wanted: Mapping[str, Sequence[Any]]) -> bool:
+    return all(row.get(field) in values for field, values in wanted.items())
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[Reader | None]:
+    """Open an archive for reading; None if there is none."""
+    archive = _checked_path(path)
+    with contextlib.ExitStack() as stack:
+        reader = _open_indexed(archive, stack)
+        if reader is None:
+            reader = _open_unindexed(archive, stack)
+        yield reader
+
+
+def _open(archive: Path, stack: contextlib.ExitStack) -> int | None:
+    try:
+        fd = os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _open_indexed(archive: Path, stack: contextlib.ExitStack) -> Reader | None:
+    """Return a reader over the index beside the file; None if that index cannot be used."""
+    fd = _open(archive, stack)
+    if fd is None:
+        return None
+    index = Index.open(archive)
+    stack.callback(index.close)
+    if index.in_memory:
+        return None
+    try:
+        index.begin()
+        end = index.bound(fd)
+        if end is None:
+            index.end()
+            # Appenders change file and index under the lock; a migration puts a new file there.
+            with FileLock(lock_path(archive)):
+                fd = _open(archive, stack)
+                if fd is None:
+                    return None
+                end = index.bound(fd) or index.refresh(fd, archive.name).position
+                index.begin()
+    except (sqlite3.Error, OSError):
+        return None
+    return Reader(fd, index, end, archive.name)
+
+
+def _open_unindexed(archive: Path, stack: contextlib.ExitStack) -> Reader | None:
+    fd = _open(archive, stack)
+    if fd is None:
+        return None
+    index = Index.memory()
+    stack.callback(index.close)
+    for attempt in range(_TRIES):
+        try:
+            end = index.refresh(fd, archive.name).position
+        except ChainBroken:
+            # Without the lock an append can be seen half way; a real break stays.
+            if attempt == _TRIES - 1:
+                raise
+        else:
+            index.begin()
+            return Reader(fd, index, end, archive.name)
+    raise AssertionError("unreachable")
