@@ -1,4 +1,4 @@
-"""HTTP/1.1 as far as a measuring client needs it: requests with a body, whole and chunked answers."""
+"""HTTP/1.1 as far as a measuring client needs it."""
 
 from __future__ import annotations
 
