@@ -26,6 +26,7 @@ from .model import (
     duration_text,
     interval_text,
     load_window,
+    missing_lines,
     number_text,
     percent_text,
     restore_text,
@@ -172,6 +173,7 @@ def html_page(files: WindowFiles) -> str:
         if len(overview) > 2
         else None,
         spreads=spread_rows(summary) if summary else (),
+        missing=missing_lines(summary) if summary else (),
         archive=archive_text(summary) if summary else "",
         restore=restore_text(summary) if summary else "",
         watch=watch_text(summary) if summary else "",

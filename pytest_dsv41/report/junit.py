@@ -30,6 +30,7 @@ from .model import (
     WindowFiles,
     archive_text,
     load_window,
+    missing_lines,
     number_text,
     restore_text,
     watch_text,
@@ -180,7 +181,7 @@ def _window_cases(files: WindowFiles, summary: Summary) -> list[TestCase]:
         told.append(("open", summary.stopped or "refused; no reason was recorded"))
     if summary.status == "INCOMPLETE":
         lines = [f"stopped: {summary.stopped}"] if summary.stopped else []
-        lines += summary.incomplete
+        lines += missing_lines(summary)
         told.append(("complete", "\n".join(lines) or "no reason was recorded"))
     if summary.alerts or summary.exit_code == 21:
         told.append(("alert", "\n".join(summary.alerts) or EXIT_MEANINGS[21]))

@@ -33,6 +33,7 @@ __all__ = [
     "duration_text",
     "interval_text",
     "load_window",
+    "missing_lines",
     "number_text",
     "percent_text",
     "restore_text",
@@ -453,6 +454,15 @@ def seconds_between(start: str | None, end: str | None) -> float | None:
     except (ValueError, TypeError):
         return None
     return span if span >= 0 else None
+
+
+def missing_lines(summary: Summary) -> tuple[str, ...]:
+    """Return what is missing, without the line that only repeats why the window was stopped."""
+    return tuple(
+        line
+        for line in summary.incomplete
+        if not (summary.stopped and line.startswith("stopped: "))
+    )
 
 
 def restore_text(summary: Summary) -> str:

@@ -32,6 +32,7 @@ from .model import (
     decision_rows,
     duration_text,
     interval_text,
+    missing_lines,
     number_text,
     percent_text,
     restore_text,
@@ -42,7 +43,16 @@ from .model import (
     window_files,
 )
 
-__all__ = ["console_width", "render_decision", "render_files", "render_window", "wants_color"]
+__all__ = [
+    "console_width",
+    "print_text",
+    "render_decision",
+    "render_files",
+    "render_window",
+    "safe",
+    "verdict_text",
+    "wants_color",
+]
 
 _STYLE: Final[dict[str, str]] = {
     "CANDIDATE": "bold green",
@@ -69,18 +79,20 @@ def console_width(columns: int | None = None) -> int:
     return min(120, max(80, columns or shutil.get_terminal_size((100, 24)).columns))
 
 
-def _safe(text: object, style: str = "", limit: int = 300) -> Text:
+def safe(text: object, style: str = "", limit: int = 300) -> Text:
+    """Return one line of untrusted text, made visible and cut at `limit` characters."""
     return Text(one_line(str(text), limit), style=style)
 
 
-def _verdict(text: str) -> Text:
-    return _safe(text, _STYLE.get(text, ""))
+def verdict_text(text: str) -> Text:
+    """Return a verdict or status in its colour."""
+    return safe(text, _STYLE.get(text, ""))
 
 
 def _series_verdict(row: SeriesRow) -> Text:
     if row.role == "guard":
-        return _verdict(row.verdict) if row.verdict == "LOSS" else Text("no loss", style="dim")
-    return Text() if row.verdict == row.cell_verdict else _verdict(row.verdict)
+        return verdict_text(row.verdict) if row.verdict == "LOSS" else Text("no loss", style="dim")
+    return Text() if row.verdict == row.cell_verdict else verdict_text(row.verdict)
 
 
 def _table(rows: Sequence[SeriesRow]) -> Table:
@@ -94,14 +106,14 @@ def _table(rows: Sequence[SeriesRow]) -> Table:
     blank = [""] * (5 + with_p)
     for cell, members in groupby(rows, key=lambda row: row.cell):
         series = list(members)
-        heading = _safe(cell, "bold")
+        heading = safe(cell, "bold")
         if not series[0].decides:
             heading.append(" (reported)", "dim")
-        table.add_row(heading, *blank, _verdict(series[0].cell_verdict))
+        table.add_row(heading, *blank, verdict_text(series[0].cell_verdict))
         for row in series:
             if not row.metric:
                 continue
-            name = _safe(row.metric, "" if row.role == "primary" else "dim")
+            name = safe(row.metric, "" if row.role == "primary" else "dim")
             table.add_row(
                 Padding(name, (0, 0, 0, 1)),
                 number_text(row.control),
@@ -117,9 +129,9 @@ def _table(rows: Sequence[SeriesRow]) -> Table:
 
 def _why(rows: Sequence[SeriesRow], sentences: Sequence[str]) -> list[RenderableType]:
     if sentences:
-        return [_indented(_safe(sentence, limit=600)) for sentence in sentences]
+        return [_indented(safe(sentence, limit=600)) for sentence in sentences]
     return [
-        _indented(_safe(f"{row.cell}{f' {row.metric}' if row.metric else ''}: {row.reason}"))
+        _indented(safe(f"{row.cell}{f' {row.metric}' if row.metric else ''}: {row.reason}"))
         for row in rows
         if row.reason
     ]
@@ -139,12 +151,14 @@ def _decision(
     if decision.get("rule_revision") is not None:
         rule += f", revision {decision['rule_revision']}"
     head = Text.assemble(
-        _safe(arm, "bold"),
+        safe(arm, "bold"),
         ": ",
-        _verdict(str(decision.get("verdict", ""))),
+        verdict_text(str(decision.get("verdict", ""))),
         "  ",
-        _safe(rule, "dim"),
+        safe(rule, "dim"),
     )
+    if decision.get("provisional"):
+        head.append("  provisional: the window is incomplete", "magenta")
     parts: list[RenderableType] = [head]
     for kind in ("groups", "profiles"):
         named = decision.get(kind)
@@ -154,11 +168,11 @@ def _decision(
                 parts.append(
                     Text.assemble(
                         "  ",
-                        _safe(name),
+                        safe(name),
                         ": ",
-                        _verdict(str(group.get("verdict", ""))),
+                        verdict_text(str(group.get("verdict", ""))),
                         " on ",
-                        _safe(cells),
+                        safe(cells),
                     )
                 )
     parts.append(_table(rows))
@@ -176,14 +190,14 @@ def _spreads(summary: Summary) -> list[RenderableType]:
     table.add_column("archive, same definition", justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            _safe(f"{row.cell} {row.metric}"),
+            safe(f"{row.cell} {row.metric}"),
             percent_text(row.in_window, signed=False, digits=2),
             percent_text(row.archive, signed=False, digits=2)
             if row.archive is not None
             else "none",
         )
     notes = [
-        _indented(_safe(f"{row.cell} {row.metric}: {row.note}", "yellow"))
+        _indented(safe(f"{row.cell} {row.metric}: {row.note}", "yellow"))
         for row in rows
         if row.larger
     ]
@@ -201,7 +215,8 @@ def _facts(summary: Summary) -> list[RenderableType]:
         )
     if summary.stopped:
         lines.append(("stopped", summary.stopped, "magenta"))
-    lines += [("incomplete", text, "magenta") for text in summary.incomplete]
+    lines += [("incomplete", text, "magenta") for text in missing_lines(summary)]
+    lines += [("note", text, "") for text in summary.notes]
     lines.append(
         ("restore", restore_text(summary), "" if summary.restore.production_up else "bold red")
     )
@@ -221,13 +236,15 @@ def _facts(summary: Summary) -> list[RenderableType]:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for label, text, style in lines:
-        table.add_row(Text(label, style="dim" if label != "ALERT" else style), _safe(text, style))
+        table.add_row(Text(label, style="dim" if label != "ALERT" else style), safe(text, style))
     return [Text(), table]
 
 
 def _header(files: WindowFiles) -> list[RenderableType]:
     summary = files.summary
-    title = Text.assemble(_safe(f"{files.lane} {files.name}", "bold"), ": ", _verdict(files.status))
+    title = Text.assemble(
+        safe(f"{files.lane} {files.name}", "bold"), ": ", verdict_text(files.status)
+    )
     parts: list[RenderableType] = [Rule(title, characters="=", style="dim")]
     facts = [f"window {files.id}"]
     if summary:
@@ -239,8 +256,8 @@ def _header(files: WindowFiles) -> list[RenderableType]:
         measured = sum(item.outcome == "measured" for item in files.items)
         facts.append(f"{measured} of {len(files.items)} items measured")
         if summary.window.hypothesis:
-            parts.append(_safe(summary.window.hypothesis, "italic"))
-    parts.append(_safe(", ".join(facts), "dim"))
+            parts.append(safe(summary.window.hypothesis, "italic"))
+    parts.append(safe(", ".join(facts), "dim"))
     return parts
 
 
@@ -263,7 +280,7 @@ def render_files(
     summary = files.summary
     if summary is None:
         parts.append(
-            _safe("no summary.json: the window was killed, or it still runs", "bold magenta")
+            safe("no summary.json: the window was killed, or it still runs", "bold magenta")
         )
     else:
         rows = series_rows(files)
@@ -279,10 +296,10 @@ def render_files(
         meaning = EXIT_MEANINGS.get(summary.exit_code, "pytest's own code")
         parts.append(
             Text.assemble(
-                _verdict(summary.status), "  ", _safe(f"exit {summary.exit_code}: {meaning}")
+                verdict_text(summary.status), "  ", safe(f"exit {summary.exit_code}: {meaning}")
             )
         )
-    return _print(Group(*parts), width, color, encoding)
+    return print_text(Group(*parts), width, color, encoding)
 
 
 def _broken_items(files: WindowFiles) -> list[RenderableType]:
@@ -290,11 +307,11 @@ def _broken_items(files: WindowFiles) -> list[RenderableType]:
     shown = 8
     broken = [item for item in files.items if item.outcome in {"failed", "refused"}]
     lines: list[RenderableType] = [
-        _safe(f"{item.id} {item.outcome}: {item.reason or item.kind or 'no reason given'}", "red")
+        safe(f"{item.id} {item.outcome}: {item.reason or item.kind or 'no reason given'}", "red")
         for item in broken[:shown]
     ]
     if len(broken) > shown:
-        lines.append(_safe(f"… and {len(broken) - shown} more, see values.jsonl", "red"))
+        lines.append(safe(f"… and {len(broken) - shown} more, see values.jsonl", "red"))
     return lines
 
 
@@ -337,10 +354,11 @@ def render_decision(
         width, color, encoding: as `render_files`.
     """
     rows = decision_rows(arm, decision)
-    return _print(_decision(arm, decision, rows, sentences), width, color, encoding)
+    return print_text(_decision(arm, decision, rows, sentences), width, color, encoding)
 
 
-def _print(what: RenderableType, width: int | None, color: bool | None, encoding: str) -> str:
+def print_text(what: RenderableType, width: int | None, color: bool | None, encoding: str) -> str:
+    """Return what rich makes of `what`, without trailing blanks, ending with a newline."""
     colored = wants_color() if color is None else color
     console = Console(
         file=io.StringIO(),

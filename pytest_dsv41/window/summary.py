@@ -260,6 +260,9 @@ class Summary(_Part):
     incomplete: tuple[str, ...] = Field(
         default=(), description="What is missing, one line each; empty for a whole window."
     )
+    notes: tuple[str, ...] = Field(
+        default=(), description="What is missing elsewhere and stops nothing, one line each."
+    )
     stopped: str | None = Field(
         default=None, description="Why the window ended early or was refused; null: it did not."
     )
