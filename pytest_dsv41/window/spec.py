@@ -442,7 +442,8 @@ def _find(where: str | Path) -> tuple[Path, str]:
     try:
         exists = path.exists() and not (path.is_dir() and label in example_names())
     except (OSError, ValueError) as error:
-        raise SpecError(f"{one_line(label, 200)}: cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SpecError(f"{one_line(label, 200)}: cannot be read: {reason}") from None
     if exists:
         return path, label
     names = example_names()
