@@ -12,8 +12,8 @@ standard error while pytest is being configured, before any capture of an item b
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -136,7 +136,7 @@ class Progress:
         try:
             descriptor = os.dup(2)
         except OSError:
-            return cls(open(os.devnull, "w"), enabled=False, owned=True)  # noqa: SIM115, PTH123
+            return cls(io.StringIO(), enabled=False)
         stream = os.fdopen(descriptor, "w", encoding="utf-8", errors="replace")
         return cls(stream, enabled=enabled and verbosity > -2, owned=True)
 
@@ -162,8 +162,7 @@ class Progress:
                 return
             self._last = now
             if self._live:
-                width = shutil.get_terminal_size((80, 24)).columns
-                self._write(_SHOW.format(progress_line(state, width - 1)))
+                self._write(_SHOW.format(progress_line(state, self._columns() - 1)))
                 self._shown = True
             else:
                 self._write(progress_line(state) + "\n")
@@ -184,6 +183,11 @@ class Progress:
             if self._owned:
                 with contextlib.suppress(OSError, ValueError):
                     self._stream.close()
+
+    def _columns(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
+        return 80
 
     def _write(self, text: str) -> None:
         # A closed terminal must not end a window: its production still has to come back.
