@@ -1,0 +1,94 @@
+"""`dsv41 …`: what runs without pytest. Each command is a module, imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import Dsv41Error, RefusedByWorld
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "ab": "compare two servers that already run: dsv41 ab URL_A URL_B",
+    "archive": "the control archive: head, rows, append, verify, query",
+    "compare": "set two windows side by side",
+    "decide": "decide again from a window's folder",
+    "history": "backfill the archive from old windows, score them again",
+    "init": "write a commented window and target file",
+    "keeper": "",
+    "measure": "measure one request or group against a server",
+    "recover": "finish a window whose process died",
+    "report": "make a window's junit.xml and report.html again",
+    "resolution": "can this design resolve the expected gain? 0 QUEUE, 2 REFUSE",
+    "schema": "print the JSON schema of a summary or a window file",
+    "status": "the facts, the observer's answer, the exact next command",
+    "stub": "the embedded stub server",
+    "window-cap": "may this lane open another window? 0 ALLOW, 2 REFUSE",
+    "windows": "list the windows of a campaign",
+}
+"""Command to its one-line help; an empty help hides it. A command without a module is left out."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    known = {
+        name: text
+        for name, text in COMMANDS.items()
+        if importlib.util.find_spec(f"{__name__}.{_module(name)}") is not None
+    }
+    parser = argparse.ArgumentParser(
+        prog="dsv41",
+        description="Windows for self-hosted LLM servers. A window itself runs as: "
+        "pytest --window=FILE",
+    )
+    parser.add_argument("--version", action="version", version=f"dsv41 {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for name, text in known.items():
+        sub = (
+            commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+            if text
+            else commands.add_parser(name)
+        )
+        if name == chosen:
+            module = importlib.import_module(f"{__name__}.{_module(name)}")
+            sub.description = module.HELP
+            module.configure(sub)
+            sub.set_defaults(run=module.run)
+    arguments = parser.parse_args(words)
+    try:
+        return int(arguments.run(arguments))
+    except RefusedByWorld as error:
+        print(f"dsv41 {chosen}: REFUSED: {error}", file=sys.stderr)
+        return 13
+    except (Dsv41Error, OSError, ValueError) as error:
+        print(f"dsv41 {chosen}: {_line(error)}", file=sys.stderr)
+        return int(getattr(arguments, "usage_code", 4))
+    except BrokenPipeError:
+        # The reader (head, less) has left: nothing more to say, and no traceback at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _module(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _line(error: BaseException) -> str:
+    from ..text import one_line
+
+    if isinstance(error, OSError) and error.filename:
+        return one_line(f"{error.filename}: {error.strerror}")
+    return one_line(str(error) or type(error).__name__, 1000)

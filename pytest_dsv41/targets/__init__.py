@@ -1,0 +1,35 @@
+"""Targets: the machines under a window, and how production and arms are run on them."""
+
+from __future__ import annotations
+
+from .base import (
+    Arm,
+    ClockCap,
+    ProbeResult,
+    Started,
+    Target,
+    TargetContext,
+    TargetFactory,
+    load_factory,
+    name_factory,
+)
+from .endpoints import endpoints_target
+from .local import local_target
+
+__all__ = [
+    "TARGETS",
+    "Arm",
+    "ClockCap",
+    "ProbeResult",
+    "Started",
+    "Target",
+    "TargetContext",
+    "TargetFactory",
+    "endpoints_target",
+    "load_factory",
+    "local_target",
+    "name_factory",
+]
+
+TARGETS: dict[str, TargetFactory] = {"endpoints": endpoints_target, "local": local_target}
+"""The shipped kinds. A plugin adds its own through the hook `pytest_dsv41_targets`."""

@@ -1,0 +1,142 @@
+"""The fixtures of a cell: thin views of the running window."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from .measure import METRICS, Cell, Endpoint, GroupResult, Request, measure_group
+
+if TYPE_CHECKING:
+    from .glue import WindowPlugin
+    from .window.plan import Plan, PlannedItem
+
+__all__ = ["Measure", "Recorded", "endpoint", "hold", "measure", "restore", "start", "window"]
+
+
+@dataclasses.dataclass
+class Recorded:
+    """What a cell has recorded for its item: metric to value, and the prompts it came from."""
+
+    values: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    prompt_sha256: str | None = None
+    prompt_members: tuple[str, ...] = ()
+
+
+class Measure:
+    """Sends requests to the current start and records their values for this item."""
+
+    def __init__(self, plugin: WindowPlugin, planned: PlannedItem, cell: Cell) -> None:
+        self._plugin = plugin
+        self._planned = planned
+        self.cell = cell
+        self.recorded = plugin.results[planned.id] = Recorded()
+
+    def __call__(self, requests: Sequence[Request] | None = None) -> GroupResult:
+        """Send the cell's requests (or these) as one group, record every metric, return all.
+
+        Raises:
+            MeasurementFailed: a request did not deliver.
+            MeasurementRefused: the values cannot be trusted (foreign traffic, reset counters).
+        """
+        run = self._plugin.run
+        assert run is not None
+        sent = tuple(requests) if requests is not None else self.requests()
+        result = measure_group(
+            run.endpoint,
+            sent,
+            deadline_s=self._plugin.spec.limits.item_s,
+            stop=run.stop_event,
+        )
+        for metric, value in result.values.items():
+            self.recorded.values[metric] = dataclasses.asdict(value)
+        self.recorded.prompt_sha256 = result.prompt_sha256
+        self.recorded.prompt_members = tuple(result.prompt_members)
+        return result
+
+    def requests(self) -> tuple[Request, ...]:
+        """The cell's requests for this item; seeds and salts differ between repeats, not arms."""
+        return self.cell.requests(
+            seed=self._plugin.plan.seed + self._planned.repeat if self._plugin.plan else 0,
+            salt=self._planned.id,
+        )
+
+    def value(self, metric: str, value: float, *, source: str = "cell") -> None:
+        """Record one more value of this item under a registered metric's name."""
+        if metric not in METRICS:
+            raise ValueError(f"unknown metric {metric!r}; valid: {', '.join(METRICS)}")
+        known = METRICS[metric]
+        self.recorded.values[metric] = {
+            "value": float(value),
+            "unit": known.unit,
+            "lower_is_better": known.lower_is_better,
+            "source": source,
+            "parts": {},
+        }
+
+
+def _plugin(request: pytest.FixtureRequest) -> WindowPlugin:
+    found: WindowPlugin = request.config.pluginmanager.getplugin("dsv41-window")  # type: ignore[assignment]
+    return found
+
+
+@pytest.fixture
+def _dsv41_item(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The cell's name and the item's id."""
+    parameters: tuple[str, str] = request.param
+    return parameters
+
+
+@pytest.fixture
+def window(request: pytest.FixtureRequest) -> Plan:
+    """The window's plan: spec, starts, items, seed."""
+    plan = _plugin(request).plan
+    assert plan is not None
+    return plan
+
+
+@pytest.fixture
+def hold(request: pytest.FixtureRequest) -> str | None:
+    """The owner of the HOLD over production, or None when the target holds nothing."""
+    run = _plugin(request).run
+    assert run is not None
+    return run.hold.owner()[1] if run.target.holds else None
+
+
+@pytest.fixture
+def start(request: pytest.FixtureRequest, _dsv41_item: tuple[str, str]) -> PlannedItem:
+    """The planned item: start, arm, cell, repeat."""
+    plan = _plugin(request).plan
+    assert plan is not None
+    return next(item for item in plan.items if item.id == _dsv41_item[1])
+
+
+@pytest.fixture
+def endpoint(request: pytest.FixtureRequest) -> Endpoint:
+    """Where the current start answers: url, engine, model."""
+    run = _plugin(request).run
+    assert run is not None
+    return run.endpoint
+
+
+@pytest.fixture
+def measure(
+    request: pytest.FixtureRequest, _dsv41_item: tuple[str, str], start: PlannedItem
+) -> Measure:
+    """Call it to send the cell's requests and record their values for this item."""
+    plugin = _plugin(request)
+    return Measure(plugin, start, plugin.found[_dsv41_item[0]].cell)
+
+
+@pytest.fixture
+def restore(request: pytest.FixtureRequest) -> dict[str, Any] | None:
+    """What production's restore will be compared with: the capture, read only; None without."""
+    plugin = _plugin(request)
+    if plugin.folder is None:
+        return None
+    from .lifecycle.production import captured
+
+    return captured(plugin.folder)

@@ -1,0 +1,821 @@
+"""The hooks of a session that has a window: between pytest's events and the library's rooms."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import fixtures
+from .errors import Dsv41Error, MeasurementFailed, MeasurementRefused, SpecError, StartFailed
+from .errors import UsageError as OurUsageError
+from .lifecycle.finish import refuse_window
+from .lifecycle.record import TargetRecord
+from .lifecycle.session import State, WindowRun
+from .measure import METRICS, Cell
+from .plugin import option
+from .signals import Signals, StopNow
+from .targets import TARGETS, TargetFactory, name_factory
+from .text import one_line
+from .window.plan import Plan, PlannedItem, describe_plan, make_plan, render_plan
+from .window.spec import WindowSpec, example_names, load_spec
+from .window.summary import Summary
+
+__all__ = ["WindowPlugin", "list_windows", "register"]
+
+PLANNED = pytest.StashKey[PlannedItem]()
+CAUSE = pytest.StashKey[BaseException]()
+_OPEN = "window::open"
+_RESTORE = "window::restore"
+
+
+def list_windows() -> int:
+    """Print the shipped example windows, one a line with its hypothesis."""
+    for name in example_names():
+        print(f"{name:<14} {load_spec(name, environ=_AnyVariable()).hypothesis}")  # noqa: T201
+    return 0
+
+
+class _AnyVariable(dict[str, str]):
+    """An environment in which every variable is set: a listing needs no server's path."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return os.environ.get(key, "unset")
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __getitem__(self, key: str) -> str:
+        return os.environ.get(key, "unset")
+
+
+def register(config: pytest.Config) -> None:
+    """Read the window and register the plugin that runs it.
+
+    Raises:
+        pytest.UsageError: a wrong spec or plugin combination; nothing was touched.
+    """
+    _refuse_neighbours(config)
+    hook = config.pluginmanager.hook
+    targets: dict[str, TargetFactory] = dict(TARGETS)
+    for found in hook.pytest_dsv41_targets():
+        targets.update(found or {})
+    for found in hook.pytest_dsv41_engines():
+        from .engines import ENGINES
+
+        ENGINES.update(found or {})
+    for found in hook.pytest_dsv41_metrics():
+        METRICS.update({metric.name: metric for metric in found or ()})
+    try:
+        spec = load_spec(
+            option(config, "window"),
+            variables=_variables(option(config, "window_set")),
+            seed=_seed(option(config, "window_seed")),
+            out=option(config, "window_out"),
+            campaign=option(config, "window_campaign"),
+            report_only=bool(option(config, "window_report_only")),
+            extra_metrics=tuple(METRICS),
+            target_kinds=tuple(targets),
+        )
+    except OurUsageError as error:
+        raise pytest.UsageError(str(error)) from None
+    plugin = WindowPlugin(config, spec, targets)
+    config.pluginmanager.register(fixtures, "dsv41-fixtures")
+    config.pluginmanager.register(plugin, "dsv41-window")
+    config.add_cleanup(plugin.ensure_closed)
+
+
+def _variables(pairs: Sequence[str]) -> dict[str, str]:
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise pytest.UsageError(f"--window-set {pair}: write NAME=VALUE")
+        values[name] = value
+    return values
+
+
+def _seed(value: object) -> int | None:
+    if value is None:
+        return None
+    try:
+        return int(str(value))
+    except ValueError:
+        raise pytest.UsageError(f"window_seed: {value!r} is not a whole number") from None
+
+
+def _refuse_neighbours(config: pytest.Config) -> None:
+    """Plugins and options that would repeat, move or kill measured items: wrong use."""
+
+    def given(name: str, default: Any = None) -> Any:
+        value = config.getoption(name, None)
+        if value in (None, False, [], ""):
+            with contextlib.suppress(ValueError, KeyError):
+                value = config.getini(name)
+        return default if value in (None, False, [], "") else value
+
+    if (
+        given("numprocesses")
+        or config.getoption("dist", "no") != "no"
+        or given("tx")
+        or hasattr(config, "workerinput")
+    ):
+        raise pytest.UsageError("pytest-xdist: a window measures in one process; use -n0")
+    if given("timeout_method") == "thread" or os.environ.get("PYTEST_TIMEOUT_METHOD") == "thread":
+        raise pytest.UsageError(
+            "pytest-timeout: the thread method ends the process without any teardown; "
+            "use --timeout-method=signal"
+        )
+    if not config.pluginmanager.hasplugin("timeout"):
+        raise pytest.UsageError("pytest-timeout is off; a window needs it for its items' deadlines")
+    if given("faulthandler_exit_on_timeout"):
+        raise pytest.UsageError(
+            "faulthandler_exit_on_timeout ends the process without any teardown; turn it off"
+        )
+    for name, plugin in (
+        ("reruns", "pytest-rerunfailures"),
+        ("force_flaky", "flaky"),
+        ("forked", "pytest-forked"),
+        ("boxed", "pytest-xdist"),
+        ("looponfail", "pytest-xdist"),
+        ("flake_finder_enable", "pytest-flakefinder"),
+        ("setuponly", "pytest"),
+        ("setupplan", "pytest"),
+    ):
+        if given(name):
+            instead = "; use --window-plan" if name.startswith("setup") else ""
+            raise pytest.UsageError(
+                f"{plugin}: --{name} does not go with a window, whose items are measured once, "
+                f"in this process, in the planned order{instead}"
+            )
+    if str(config.getoption("count", 1)) != "1":
+        raise pytest.UsageError("pytest-repeat: --count does not go with a window; its file says repeats")
+
+
+@dataclasses.dataclass
+class _Found:
+    """A cell as it was collected."""
+
+    cell: Cell
+    where: str
+
+
+class WindowPlugin:
+    """One window's session. Every path out of it goes through `ensure_closed`."""
+
+    def __init__(
+        self, config: pytest.Config, spec: WindowSpec, targets: dict[str, TargetFactory]
+    ) -> None:
+        self.config = config
+        self.spec = spec
+        self.factory = targets[spec.target.kind]
+        self.mode = option(config, "window_plan")
+        self.found: dict[str, _Found] = {}
+        self.plan: Plan | None = None
+        self.run: WindowRun | None = None
+        self.folder: Path | None = None
+        self.refused: str | None = None
+        self.code: int | None = None
+        self.summary: Summary | None = None
+        self.notes: list[str] = []
+        self.plan_text = ""
+        self.results: dict[str, fixtures.Recorded] = {}
+        self.signals = Signals(self._request_stop)
+        self._begun: dict[str, tuple[str, float]] = {}
+        self._last_index = -1
+        self._closing = False
+        self._timer: threading.Timer | None = None
+        self._progress: Any = None
+        now = datetime.datetime.now(datetime.UTC)
+        self.date = now.strftime("%Y%m%d")
+        self.window_id = self._free_id(f"{spec.lane}-{spec.name}-W-{now:%Y%m%dT%H%M%SZ}")
+        self._narrow = list(config.getoption("file_or_dir", None) or [])
+        self._collect_window()
+        # Built once before anything is collected: a wrong target table is wrong use.
+        try:
+            name_factory(self.factory)
+            self._record().build(Path.cwd())
+        except SpecError as error:
+            raise pytest.UsageError(str(spec.target.located(error))) from None
+        except Dsv41Error as error:
+            raise pytest.UsageError(str(error)) from None
+        if self.mode and option(config, "window_json"):
+            config.option.verbose = -2
+            config.option.no_header = True
+
+    # -- naming --------------------------------------------------------------------------------------
+
+    def _free_id(self, wanted: str) -> str:
+        name, number = wanted, 1
+        while (self.spec.out / name).exists() or (
+            self.spec.campaign / "windows" / f"{name}.json"
+        ).exists():
+            number += 1
+            name = f"{wanted}-{number}"
+        return name
+
+    def _record(self) -> TargetRecord:
+        spec = self.spec
+        limits = {k: float(v) for k, v in spec.limits.model_dump().items() if v is not None}
+        limits["window_s"] = self.plan.estimate.window_s if self.plan else 0.0
+        return TargetRecord(
+            window=self.window_id,
+            factory=f"{self.factory.__module__}:{getattr(self.factory, '__qualname__', '')}",
+            table=spec.target.table,
+            base=str(Path(spec.target.where).resolve().parent),
+            campaign=str(spec.campaign.resolve()),
+            seed=self.plan.seed if self.plan else 0,
+            limits=limits,
+            variables=dict(spec.variables),
+            state={},
+            commit="",
+            date=self.date,
+            path=tuple(str(Path(entry).resolve()) for entry in sys.path if entry),
+        )
+
+    # -- collection ------------------------------------------------------------------------------------
+
+    def _collect_window(self) -> None:
+        """Collect the window's cells and nothing else; a path or node id narrows later."""
+        here = Path(__file__).parent
+        shipped = here / "cells" if (here / "cells").is_dir() else here.parent / "cells"
+        paths = [*sorted(shipped.glob("test_*.py")), *self.spec.cell_modules]
+        self.config.args = [str(path) for path in paths]
+        self.config.args_source = pytest.Config.ArgsSource.ARGS
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(
+        self, collector: pytest.Collector, name: str, obj: object
+    ) -> list[pytest.Item] | None:
+        cells: tuple[Cell, ...] | None = getattr(obj, "__dsv41_cells__", None)
+        if not callable(obj) or isinstance(obj, type):
+            return None
+        if cells is None:
+            return []
+        wanted = {use.name for use in self.spec.cells}
+        for cell in cells:
+            where = f"{collector.nodeid}::{name}"
+            if cell.name in self.found and cell.name in wanted:
+                raise pytest.UsageError(
+                    f"cell {cell.name} is defined twice: {self.found[cell.name].where} and {where}"
+                )
+            self.found[cell.name] = _Found(self._with_sampling(cell), where)
+        return None if any(cell.name in wanted for cell in cells) else []
+
+    def _with_sampling(self, cell: Cell) -> Cell:
+        use = next((use for use in self.spec.cells if use.name == cell.name), None)
+        if use is None or not use.sampling:
+            return cell
+        try:
+            sampling = dataclasses.replace(cell.sampling, **use.sampling)
+        except (TypeError, ValueError) as error:
+            names = ", ".join(field.name for field in dataclasses.fields(cell.sampling))
+            raise pytest.UsageError(
+                f"{self.spec.path.name}: cells.{cell.name}.sampling: {error}; valid: {names}"
+            ) from None
+        return dataclasses.replace(cell, sampling=sampling)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        cells: tuple[Cell, ...] = getattr(metafunc.function, "__dsv41_cells__", ())
+        wanted = {use.name for use in self.spec.cells}
+        parameters = []
+        for cell in cells:
+            if cell.name not in wanted:
+                continue
+            for start in self.spec.starts:
+                for repeat in range(self.spec.repeats_of(start.name)):
+                    item_id = f"{start.name}-{cell.name}-r{repeat}"
+                    parameters.append(
+                        pytest.param((cell.name, item_id), id=item_id, marks=self._marks(cell))
+                    )
+        if parameters:
+            metafunc.fixturenames.append("_dsv41_item")
+            metafunc.parametrize("_dsv41_item", parameters, indirect=True)
+
+    def _marks(self, cell: Cell) -> list[pytest.MarkDecorator]:
+        use = next(use for use in self.spec.cells if use.name == cell.name)
+        names = [
+            "decision" if use.decision else "report_only",
+            cell.kind,
+            use.profile or cell.profile,
+            f"b{cell.batch}",
+        ]
+        if cell.batch not in (1, 2, 3, 4, 8, 16, 32, 64):
+            self.config.addinivalue_line("markers", f"b{cell.batch}: a cell with so many requests")
+        if getattr(cell, "seeded", False):
+            names.append("seeded")
+        return [getattr(pytest.mark, name) for name in names]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, items: list[pytest.Item]
+    ) -> Iterator[None]:
+        if session.testsfailed:
+            return (yield)
+        try:
+            definitions = {
+                name: {
+                    **found.cell.definition(),
+                    "estimated_s": found.cell.estimated_s,
+                    "profile": found.cell.profile,
+                    "kind": found.cell.kind,
+                }
+                for name, found in self.found.items()
+            }
+            self.plan = make_plan(
+                self.spec, definitions, window_id=self.window_id, seed=self.spec.seed
+            )
+        except OurUsageError as error:
+            raise pytest.UsageError(str(error)) from None
+        planned = {item.id: item for item in self.plan.items}
+        for item in items:
+            item.stash[PLANNED] = planned[_item_id(item)]
+            self._refuse_marks(item)
+            self._deadline(item)
+        yield
+        # Pinned last: whatever reordered the items before, the plan's order is the run's order.
+        items.sort(key=lambda item: item.stash[PLANNED].index)
+        if self._narrow:
+            kept = [item for item in items if self._named(item)]
+            dropped = [item for item in items if item not in kept]
+            if dropped:
+                self.config.hook.pytest_deselected(items=dropped)
+                items[:] = kept
+        return None
+
+    def _named(self, item: pytest.Item) -> bool:
+        """Whether a path or node id of the command line names the item."""
+        for argument in self._narrow:
+            path, _, rest = argument.partition("::")
+            wanted = Path(self.config.invocation_params.dir, path).resolve()
+            own = item.path.resolve()
+            if own != wanted and wanted not in own.parents:
+                continue
+            inside = item.nodeid.partition("::")[2]
+            if not rest or inside == rest or inside.startswith((f"{rest}[", f"{rest}::")):
+                return True
+        return False
+
+    @staticmethod
+    def _refuse_marks(item: pytest.Item) -> None:
+        for name in ("flaky", "repeat", "forked", "xdist_group"):
+            if item.get_closest_marker(name) is not None:
+                raise pytest.UsageError(
+                    f"{item.nodeid}: marker {name} does not go with a measured item"
+                )
+        timeout = item.get_closest_marker("timeout")
+        if timeout is not None and "thread" in (*timeout.args, *timeout.kwargs.values()):
+            raise pytest.UsageError(
+                f"{item.nodeid}: pytest-timeout's thread method ends the process without teardown"
+            )
+
+    def _deadline(self, item: pytest.Item) -> None:
+        """An item's deadline covers its call only, never a teardown or a start."""
+        seconds = self.spec.limits.item_s
+        own = item.get_closest_marker("timeout")
+        given: list[Any] = [
+            self.config.getoption("timeout", None),
+            os.environ.get("PYTEST_TIMEOUT"),
+            self.config.getini("timeout"),
+            own.args[0] if own and own.args else own.kwargs.get("timeout") if own else None,
+        ]
+        for value in given:
+            with contextlib.suppress(TypeError, ValueError):
+                if float(value) > 0:
+                    seconds = min(seconds, float(value))
+        item.add_marker(pytest.mark.timeout(seconds, method="signal", func_only=True), append=False)
+
+    # -- the plan alone --------------------------------------------------------------------------------
+
+    def pytest_report_header(self) -> list[str]:
+        spec = self.spec
+        return [
+            f"window: {self.window_id} ({spec.kind}): {spec.hypothesis}",
+            f"window: {spec.schedule}, cells {', '.join(use.name for use in spec.cells)}",
+        ]
+
+    def pytest_report_collectionfinish(self) -> list[str]:
+        if self.plan is None or self.mode:
+            return []
+        estimate = self.plan.estimate
+        held = estimate.down_s > 0
+        return [
+            f"window: seed {self.plan.seed}, about {_minutes(estimate.total_s)}"
+            + (f", production down for about {_minutes(estimate.down_s)}" if held else "")
+        ]
+
+    def _spread(self, cell: str, metric: str) -> float | None:
+        from .archive import archive_spreads
+        from .lifecycle.finish import ARCHIVE_NAME
+
+        path = self.spec.campaign / ARCHIVE_NAME
+        if not path.exists():
+            return None
+        with contextlib.suppress(Dsv41Error, ValueError, OSError):
+            known = archive_spreads(path, cell, metric)
+            if len(known) == 1:
+                return known[0].cv
+        return None
+
+    # -- the run -----------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
+        if session.config.option.collectonly or self.plan is None:
+            return (yield)
+        if self.mode:
+            self._print_plan(session)
+            session.items.clear()
+            return (yield)
+        if not session.items or (
+            session.testsfailed and not session.config.option.continue_on_collection_errors
+        ):
+            return (yield)
+        try:
+            self._open(session)
+            result = yield
+        finally:
+            self._note_end(session)
+            self.ensure_closed()
+        return result
+
+    def _print_plan(self, session: pytest.Session) -> None:
+        plan = self.plan
+        assert plan is not None
+        live: list[str] | None = None
+        if self.mode == "live":
+            with tempfile.TemporaryDirectory() as nowhere:
+                live = self._new_run(Path(nowhere)).refusals()
+        if option(self.config, "window_json"):
+            described = describe_plan(plan, spreads=self._spread)
+            if live is not None:
+                described["refusals"] = live
+            self.plan_text = json.dumps(described, indent=2)
+        else:
+            self.plan_text = render_plan(plan, spreads=self._spread)
+            if live is not None:
+                self.plan_text += "\nlive probes: " + (
+                    "\n".join(f"would be REFUSED: {why}" for why in live)
+                    or "nothing would refuse this window now"
+                )
+        self.code = 13 if live else 0
+
+    def _new_run(self, folder: Path) -> WindowRun:
+        assert self.plan is not None
+        hook = self.config.hook
+        rules: dict[str, Any] = {}
+        for found in hook.pytest_dsv41_rules():
+            rules.update(found or {})
+        return WindowRun(
+            self.plan,
+            self._record(),
+            folder,
+            self.factory,
+            on_step=lambda name, event: hook.pytest_dsv41_step(name=name, event=event),
+            on_state=self._show,
+            rules=rules,
+            report_only=bool(option(self.config, "window_report_only")),
+        )
+
+    def _open(self, session: pytest.Session) -> None:
+        """Open the window; a refusal leaves no item to run."""
+        assert self.plan is not None
+        self.folder = self._make_folder()
+        self.run = self._new_run(self.folder)
+        self.signals.install()
+        try:
+            self.run.open()
+        except BaseException as error:
+            reason = one_line(str(error) or type(error).__name__)
+            session.items.clear()
+            if not self.run.opened:
+                self._refuse(error, reason)
+                return
+            self.run.request_stop(reason)
+            self._report(_OPEN, "failed", reason)
+            if not isinstance(error, (Dsv41Error, OSError)):
+                raise
+            return
+        self._timer = threading.Timer(max(0.1, self.run.seconds_left()), self._deadline_reached)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _make_folder(self) -> Path:
+        self.spec.out.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = self.spec.out.resolve() / self.window_id
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                self.window_id = self._free_id(self.window_id)
+                assert self.plan is not None
+                self.plan = dataclasses.replace(self.plan, window_id=self.window_id)
+            else:
+                return folder
+
+    def _refuse(self, error: BaseException, reason: str) -> None:
+        assert self.plan is not None
+        assert self.folder is not None
+        if isinstance(error, OurUsageError):
+            self.folder.rmdir()
+            raise pytest.UsageError(reason) from None
+        self.refused, self.code = reason, 13
+        self._report(_OPEN, "failed", f"REFUSED: {reason}")
+        self.summary = refuse_window(self.folder, self.plan, self._record(), reason)
+        self._views()
+
+    def _deadline_reached(self) -> None:
+        self.signals.reason = "the window's deadline has passed"
+        self._request_stop(self.signals.reason)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _request_stop(self, reason: str) -> None:
+        if self.run is not None:
+            self.run.request_stop(reason)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        run = self.run
+        assert run is not None
+        planned = item.stash[PLANNED]
+        self._begun[planned.id] = (_utc(), time.monotonic())
+        self._erase()
+        try:
+            if planned.index <= self._last_index:
+                run.request_stop(f"{planned.id} came out of the planned order")
+            self._last_index = planned.index
+            run.before_item(planned)
+        except StartFailed as error:
+            item.stash[CAUSE] = error
+            if self._ends_window(planned):
+                run.request_stop(str(error))
+        except Exception as error:  # noqa: BLE001 - the item reports it, the window ends in order
+            item.stash[CAUSE] = error
+            run.request_stop(one_line(str(error) or type(error).__name__))
+        run.state.phase = "measuring"
+        self._show(run.state, item=planned)
+        result = yield
+        if run.stop_event.is_set():
+            item.session.shouldstop = run.stop_reason or "stopped"
+        return result
+
+    def _ends_window(self, planned: PlannedItem) -> bool:
+        """A start that failed ends the window, unless other candidate arms can still be judged."""
+        return planned.arm == self.spec.control.name or len(self.spec.candidates) < 2
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        cause = item.stash.get(CAUSE, None)
+        if cause is None:
+            return
+        first = cause.__cause__ is not None or not isinstance(cause, StartFailed)
+        text = one_line(str(cause) or type(cause).__name__)
+        if first and isinstance(cause, StartFailed):
+            pytest.fail(text, pytrace=False)
+        pytest.skip(text)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        run = self.run
+        assert run is not None
+        with self.signals.interruptible():
+            if run.stop_event.is_set():
+                raise StopNow(run.stop_reason or "stopped")
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_exception_interact(self) -> Iterator[None]:
+        # A debugger may sit here: the deadline and signals must still end the window.
+        with self.signals.interruptible(pytest.exit.Exception):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Iterator[Any]:
+        report: pytest.TestReport = yield
+        if report.when == "call" or (report.when == "setup" and not report.passed):
+            self._record_item(item, report, call)
+        return report
+
+    def _record_item(
+        self, item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None]
+    ) -> None:
+        """Write the item's row: measured rows are durable as they come."""
+        run = self.run
+        assert run is not None
+        planned = item.stash[PLANNED]
+        recorded = self.results.get(planned.id)
+        error = call.excinfo.value if call.excinfo is not None else None
+        outcome, kind, reason = "measured", None, None
+        if report.skipped:
+            outcome, reason = "skipped", str(error)
+        elif isinstance(error, MeasurementRefused):
+            outcome, kind, reason = "refused", error.kind, str(error)
+        elif isinstance(error, MeasurementFailed):
+            outcome, kind, reason = "failed", error.kind, str(error)
+        elif error is not None:
+            outcome, kind = "failed", type(error).__name__
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        elif recorded is None or not recorded.values:
+            outcome, kind, reason = "failed", "nothing-recorded", "the cell recorded no value"
+        begun_utc, begun = self._begun[planned.id]
+        run.record(
+            {
+                "item": planned.id,
+                "start": planned.start,
+                "arm": planned.arm,
+                "cell": planned.cell,
+                "repeat": planned.repeat,
+                "outcome": outcome,
+                "kind": kind,
+                "reason": one_line(reason) if reason else None,
+                "values": recorded.values if recorded and outcome == "measured" else {},
+                "prompt_sha256": recorded.prompt_sha256 if recorded else None,
+                "prompt_members": list(recorded.prompt_members) if recorded else [],
+                "max_tokens": self.found[planned.cell].cell.max_tokens,
+                "started_utc": begun_utc,
+                "duration_s": round(time.monotonic() - begun, 6),
+            }
+        )
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def _note_end(self, session: pytest.Session) -> None:
+        """Why the loop ended, when it ended early."""
+        run = self.run
+        if run is None or not run.opened or run.stop_reason is not None:
+            return
+        for why in (session.shouldfail, session.shouldstop):
+            if why:
+                run.request_stop(one_line(f"pytest: {why}"))
+        error = sys.exc_info()[1]
+        if error is not None:
+            run.request_stop(one_line(f"{type(error).__name__}: {error}"))
+
+    def ensure_closed(self) -> None:
+        """Close the window; called from every way out, does its work once, never raises."""
+        run = self.run
+        if run is None or self._closing:
+            return
+        self._closing = True
+        with self.signals.deferring():
+            if self._timer is not None:
+                self._timer.cancel()
+            try:
+                if run.opened:
+                    self._close(run)
+            except BaseException as error:  # noqa: BLE001 - what is left is said, and the keeper acts
+                self.code = 20
+                self.notes.append(
+                    f"the close ended with {type(error).__name__}: {one_line(str(error))}; the "
+                    f"keeper goes on: dsv41 status --campaign {self.spec.campaign}"
+                )
+            finally:
+                self._erase()
+        self.signals.remove()
+
+    def _close(self, run: WindowRun) -> None:
+        self.summary = run.close()
+        assert self.summary is not None
+        self.code = self.summary.exit_code
+        self._views()
+        restore = self.summary.restore
+        if run.target.holds:
+            ok = restore.production_up and self.code not in (20, 21)
+            text = f"{restore.status}; watch {self.summary.watch.status}"
+            if not ok:
+                text += f": {restore.reason or '; '.join(self.summary.alerts)}"
+            self._report(_RESTORE, "passed" if ok else "failed", text)
+
+    def _views(self) -> None:
+        from .report import write_views
+
+        assert self.folder is not None
+        try:
+            write_views(self.folder)
+        except Exception as error:  # noqa: BLE001 - a view can be made again, a verdict cannot
+            self.notes.append(f"report not written: {one_line(str(error))}; dsv41 report {self.folder}")
+        for found in self.config.hook.pytest_dsv41_reporters():
+            for name, reporter in (found or {}).items():
+                try:
+                    reporter(self.folder)
+                except Exception as error:  # noqa: BLE001 - foreign code never changes an ending
+                    self.notes.append(f"reporter {name} failed: {one_line(str(error))}")
+
+    def _report(self, nodeid: str, outcome: str, text: str) -> None:
+        """Report opening and restoring as test cases of their own."""
+        location = (nodeid.partition("::")[0], None, nodeid.partition("::")[2])
+        report = pytest.TestReport(
+            nodeid=nodeid,
+            location=location,
+            keywords={nodeid: 1},
+            outcome="passed" if outcome == "passed" else "failed",
+            longrepr=None if outcome == "passed" else text,
+            when="call",
+        )
+        hook = self.config.hook
+        with contextlib.suppress(OSError):
+            hook.pytest_runtest_logstart(nodeid=nodeid, location=location)
+            hook.pytest_runtest_logreport(report=report)
+            hook.pytest_runtest_logfinish(nodeid=nodeid, location=location)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        self.ensure_closed()
+        if self.code is not None:
+            session.exitstatus = self.code
+        try:
+            return (yield)
+        except BaseException as error:
+            if self.code is None:
+                raise
+            # The verdict stands, whatever another plugin does at the end.
+            self._say(f"another plugin's session end raised {type(error).__name__}: {one_line(str(error))}")
+            return None
+        finally:
+            if self.code is not None:
+                session.exitstatus = self.code
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.plan_text:
+            terminalreporter.write_line(self.plan_text)
+            return
+        if self.refused is not None:
+            terminalreporter.write_line(f"REFUSED: {self.refused}")
+        elif self.summary is not None and self.folder is not None:
+            from .report.model import load_window
+            from .report.terminal import render_files
+
+            try:
+                text = render_files(load_window(self.folder))
+            except Exception as error:  # noqa: BLE001 - a table is a view
+                text = f"{self.summary.status} (no table: {one_line(str(error))})"
+            terminalreporter.section("window")
+            terminalreporter.write_line(text)
+            terminalreporter.write_line(f"window folder: {self.folder}")
+        for note in self.notes:
+            terminalreporter.write_line(note)
+
+    def _say(self, text: str) -> None:
+        reporter = self.config.pluginmanager.getplugin("terminalreporter")
+        if reporter is not None:
+            with contextlib.suppress(OSError):
+                reporter.write_line(text)
+
+    # -- progress --------------------------------------------------------------------------------------------
+
+    def _show(self, state: State, item: PlannedItem | None = None) -> None:
+        if self._progress is None:
+            from .report.terminal import Progress
+
+            self._progress = Progress(enabled=self.config.option.verbose > -2)
+        run = self.run
+        plan = self.plan
+        self._progress.update(
+            phase=state.phase,
+            start=state.start,
+            cell=item.cell if item else "",
+            item=(item.index + 1) if item else 0,
+            items=len(plan.items) if plan else 0,
+            seconds_left=state.seconds_left or (self._left(item) if item and run else None),
+            production=state.production,
+        )
+
+    def _left(self, item: PlannedItem) -> float | None:
+        plan = self.plan
+        if plan is None:
+            return None
+        return sum(plan.estimates[later.cell] for later in plan.items[item.index :])
+
+    def _erase(self) -> None:
+        if self._progress is not None:
+            with contextlib.suppress(OSError):
+                self._progress.erase()
+
+
+def _item_id(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    assert callspec is not None
+    name: str = callspec.params["_dsv41_item"][1]
+    return name
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _utc() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,258 @@
+"""This machine as a host: processes started in named scopes, found again, and ended whole.
+
+A scope is a name carried in the environment of everything started under it. The kernel hands the
+environment to every child, so the scope's processes are found after a double fork and after the
+death of the one that started them; the session id finds those that cleared their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from ..errors import CommandFailed, TransportError
+from .base import CommandLog, CommandResult, Probe, Process
+
+__all__ = ["LocalHost"]
+
+SCOPE_VARIABLE: Final = "DSV41_SCOPE"
+_POLL_S: Final = 0.02
+# What belongs to the running test session and not to a server that may outlive it.
+_NOT_INHERITED: Final = ("PYTEST_", "DSV41_", "COV_", "COVERAGE_")
+
+
+def boottime() -> float:
+    """Seconds since boot, suspend included: comparable between processes of one boot."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class LocalHost:
+    """The machine pytest runs on. `pause` is called while waiting, so that a stop can end it."""
+
+    name = "local"
+
+    def __init__(self, log: CommandLog, pause: Callable[[float], None] = time.sleep) -> None:
+        self.log = log
+        self.pause = pause
+
+    def identity(self) -> str:
+        """Boot id and start time of PID 1: another value means that the host was restarted."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        with contextlib.suppress(psutil.Error, OSError):
+            return f"{boot}/{psutil.Process(1).create_time():.0f}"
+        return boot
+
+    # -- processes ----------------------------------------------------------------------------
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        name: str,
+        deadline_s: float,
+        stdin: str = "",
+        env: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Run `argv` to its end and log it.
+
+        Raises:
+            TransportError: no answer within `deadline_s` seconds; the command was killed.
+            CommandFailed: it could not be started, or ended with another code than 0.
+        """
+        begun = time.monotonic()
+        try:
+            done = subprocess.run(
+                list(argv),
+                input=stdin,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=deadline_s,
+                env=self._environment(env or {}),
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            self.log.write(name, [f"argv: {list(argv)!r}", f"no answer within {deadline_s:g} s"])
+            raise TransportError(f"{name}: no answer within {deadline_s:g} s") from error
+        except OSError as error:
+            self.log.write(name, [f"argv: {list(argv)!r}", f"not started: {error}"])
+            raise CommandFailed(f"{name}: {argv[0]}: {error.strerror}", 127) from error
+        seconds = time.monotonic() - begun
+        result = CommandResult(
+            tuple(argv), done.returncode, done.stdout, done.stderr, seconds
+        )
+        self.log.write(
+            name,
+            [
+                f"argv: {list(argv)!r}",
+                f"exit: {result.returncode} after {seconds:.3f} s",
+                "stdout:",
+                result.stdout,
+                "stderr:",
+                result.stderr,
+            ],
+        )
+        if result.returncode != 0:
+            last = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
+            raise CommandFailed(f"{name}: exit {result.returncode}: {last}", result.returncode)
+        return result
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        name: str,
+        scope: str,
+        output: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Process:
+        """Start a server in `scope`, in a session of its own, its output appended to `output`.
+
+        Raises:
+            CommandFailed: the program could not be started.
+        """
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("ab") as sink:
+            try:
+                child = subprocess.Popen(
+                    list(argv),
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment({**(env or {}), SCOPE_VARIABLE: scope}),
+                    cwd=cwd,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self.log.write(name, [f"argv: {list(argv)!r}", f"not started: {error}"])
+                raise CommandFailed(f"{name}: {argv[0]}: {error.strerror}", 127) from error
+        # Popen warns when it is collected while the child runs; this child is meant to outlive it.
+        child.returncode = 0
+        process = self.process(child.pid) or Process(child.pid, 0.0, tuple(argv))
+        self.log.write(
+            name,
+            [f"argv: {list(argv)!r}", f"scope: {scope}", f"pid: {child.pid}", f"output: {output}"],
+        )
+        return process
+
+    def process(self, pid: int) -> Process | None:
+        """Return the live process `pid`, or None; a zombie is not alive."""
+        try:
+            found = psutil.Process(pid)
+            if found.status() == psutil.STATUS_ZOMBIE:
+                return None
+            return Process(pid, found.create_time(), tuple(found.cmdline()))
+        except psutil.Error:
+            return None
+
+    def scope_processes(self, prefix: str) -> list[Process]:
+        """Every live process of the scopes whose name is `prefix` or begins with `prefix` + "."."""
+        members: dict[int, Process] = {}
+        sessions: set[int] = set()
+        everyone: list[tuple[psutil.Process, int]] = []
+        for found in psutil.process_iter():
+            try:
+                if found.pid == os.getpid() or found.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                session = os.getsid(found.pid)
+                everyone.append((found, session))
+                scope = found.environ().get(SCOPE_VARIABLE, "")
+            except (psutil.Error, OSError):
+                continue
+            if scope == prefix or scope.startswith(prefix + "."):
+                members[found.pid] = self._describe(found)
+                # Only a session that was led by a member of the scope: never the caller's own.
+                if session != os.getsid(0):
+                    sessions.add(session)
+        for found, session in everyone:
+            if session in sessions and found.pid not in members:
+                members[found.pid] = self._describe(found)
+        return list(members.values())
+
+    @staticmethod
+    def _describe(found: psutil.Process) -> Process:
+        try:
+            return Process(found.pid, found.create_time(), tuple(found.cmdline()))
+        except psutil.Error:
+            return Process(found.pid, 0.0, ())
+
+    def end(self, find: Callable[[], list[Process]], *, name: str, grace_s: float) -> int:
+        """End every process that `find` returns: SIGTERM, then SIGKILL; returns how many.
+
+        `find` is asked again until it is empty, so that a child born meanwhile is ended too.
+
+        Raises:
+            TransportError: some are still there after SIGKILL (uninterruptible, or not ours).
+        """
+        lines: list[str] = []
+        ended: set[tuple[int, float]] = set()
+        patience = boottime() + grace_s
+        limit = patience + 10.0
+        sent: dict[tuple[int, float], int] = {}
+        while alive := find():
+            now = boottime()
+            wanted = signal.SIGTERM if now < patience else signal.SIGKILL
+            for process in alive:
+                key = (process.pid, process.started)
+                ended.add(key)
+                if sent.get(key) != wanted:
+                    sent[key] = wanted
+                    lines.append(f"{wanted.name} to {process}")
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(process.pid, wanted)
+                self._reap(process.pid)
+            if now > limit:
+                self.log.write(name, [*lines, f"still alive: {', '.join(map(str, alive))}"])
+                raise TransportError(f"{name}: still alive after SIGKILL: {alive[0]}")
+            # Never `self.pause`: an end that has begun is finished whatever asks to stop.
+            time.sleep(_POLL_S)
+        self.log.write(name, [*lines, f"{len(ended)} processes ended, none left"])
+        return len(ended)
+
+    @staticmethod
+    def _reap(pid: int) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+    # -- ports --------------------------------------------------------------------------------
+
+    def port(self, port: int, host: str = "127.0.0.1") -> Probe:
+        """Whether something listens: DOWN only when the connection is refused."""
+        try:
+            with socket.create_connection((host, port), timeout=2.0):
+                return Probe.UP
+        except ConnectionRefusedError:
+            return Probe.DOWN
+        except OSError:
+            return Probe.UNKNOWN
+
+    def listeners(self, port: int) -> list[Process]:
+        """The processes that listen on TCP `port` (those this user may see)."""
+        pids = {
+            found.pid
+            for found in psutil.net_connections(kind="tcp")
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid
+        }
+        return [process for pid in sorted(pids) if (process := self.process(pid))]
+
+    @staticmethod
+    def free_port() -> int:
+        """A TCP port that nothing listens on now."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
+    @staticmethod
+    def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        return {**kept, **extra}

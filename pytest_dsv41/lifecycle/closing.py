@@ -1,0 +1,239 @@
+"""The one close: what gives production back, whoever calls it and whatever died before.
+
+It reads the durable facts (HOLD, intent, journal) and never what a process remembered, so that the
+end of the pytest session, the keeper and `dsv41 recover` do the same thing. Each step is
+idempotent, is journalled, and is tried whatever the former raised; a step runs only when the facts
+allow it: production is not started beside a live experiment, the HOLD goes only after the answers
+were proved, the intent only after the watch has passed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import Dsv41Error, RefusedByWorld
+from ..hosts import Probe
+from ..targets import Target
+from ..text import one_line
+from .hold import Hold, HoldState
+from .intent import Intent, clear_intent, read_intent, write_intent
+from .journal import Journal
+from .lease import Lease
+from .production import check, read_rollback, watch
+
+__all__ = ["CloseResult", "close_window"]
+
+NOT_NEEDED = "NOT NEEDED: production untouched"
+RESTORED = "RESTORED"
+FAILED = "FAILED"
+ALERT = "ALERT"
+
+
+@dataclasses.dataclass
+class CloseResult:
+    """How the end of a window went; the fields are those of the summary."""
+
+    restore: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"status": NOT_NEEDED, "reason": ""}
+    )
+    watch: dict[str, Any] | None = None
+    alerts: list[str] = dataclasses.field(default_factory=list)
+    errors: list[str] = dataclasses.field(default_factory=list)
+    production_down: bool = False
+    """Production is down, or not known to be up."""
+
+    @property
+    def clean(self) -> bool:
+        """Whether production is as it was found and nothing is left."""
+        return not self.alerts and not self.errors and not self.production_down
+
+
+class _Closer:
+    def __init__(
+        self,
+        target: Target,
+        window_id: str,
+        folder: Path,
+        campaign: Path,
+        journal: Journal,
+        lease: Lease,
+        limits: dict[str, float],
+        progress: Callable[[str, float], None],
+    ) -> None:
+        self.target = target
+        self.window_id = window_id
+        self.folder = folder
+        self.campaign = campaign
+        self.journal = journal
+        self.lease = lease
+        self.limits = limits
+        self.progress = progress
+        self.result = CloseResult()
+        self.hold = Hold(target.hold_path())
+
+    def attempt(self, step: str, act: Callable[[], Any]) -> bool:
+        """Run one step; its failure is kept, and the steps after it are still asked."""
+        try:
+            with self.journal.step(step):
+                self.lease.check()
+                act()
+        except BaseException as error:  # noqa: BLE001 - the close never stops half way
+            reason = one_line(str(error) or type(error).__name__)
+            self.result.errors.append(f"{step}: {reason}")
+            return False
+        return True
+
+    def run(self) -> CloseResult:
+        self.journal.tolerant = True
+        stopped = self.attempt("experiment-stop", self.target.stop_all)
+        try:
+            intent = read_intent(self.campaign)
+        except Dsv41Error as error:
+            self.result.alerts.append(str(error))
+            self.result.production_down = True
+            return self.result
+        if intent is not None and intent.window != self.window_id:
+            self.result.alerts.append(f"the down-intent belongs to {intent.window}; not touched")
+            return self.result
+        if intent is None:
+            self.untouched()
+        else:
+            self.restore(intent, stopped)
+        if self.target.ephemeral:
+            self.attempt("production-end", self.target.end_production)
+        left = self.target.leftovers()
+        if left:
+            self.result.errors.append(f"still alive: {', '.join(left)}")
+        return self.result
+
+    def untouched(self) -> None:
+        """Production was never taken down: only the own HOLD has to go."""
+        state, owner = self.hold.state_for_window(self.window_id)
+        if state is HoldState.OWN:
+            self.attempt("hold-close", lambda: self.hold.close(self.window_id))
+        elif state is not HoldState.NONE and self.journal.begun("hold"):
+            self.result.alerts.append(f"HOLD {self.hold.path} is {state.value}: {owner}")
+
+    def restore(self, intent: Intent, stopped: bool) -> None:
+        """Start, check, close the HOLD, watch, and only then forget that it was down."""
+        state, owner = self.hold.state_for_window(self.window_id)
+        if state in (HoldState.FOREIGN, HoldState.UNREADABLE):
+            self.fail(
+                ALERT,
+                f"HOLD {self.hold.path} is {state.value} ({one_line(owner)}): "
+                "production is not started over somebody else's window",
+            )
+            self.result.alerts.append(self.result.restore["reason"])
+            return
+        if state is HoldState.NONE and not self.retake():
+            return
+        if not stopped or not self.quiet():
+            return
+        if intent.phase != "RESTORING":
+            write_intent(self.campaign, dataclasses.replace(intent, phase="RESTORING"))
+        self.progress("restore: production starts", 0.0)
+        if not self.attempt("restore-start", self.target.start_production):
+            self.fail(FAILED, self.result.errors[-1])
+            return
+        self.progress("restore: six answers are compared", 0.0)
+        if not self.verified(intent):
+            return
+        if not self.attempt("hold-close", lambda: self.hold.close(self.window_id)):
+            self.result.alerts.append(self.result.errors[-1])
+        if self.watched():
+            self.attempt("intent-clear", lambda: clear_intent(self.campaign))
+
+    def retake(self) -> bool:
+        """Somebody deleted our HOLD while production is down: take it again before acting."""
+        host = self.target.describe().get("kind", "")
+        ok = self.attempt(
+            "hold-retake", lambda: self.hold.create(self.window_id, self.lease.epoch, str(host))
+        )
+        if not ok:
+            self.fail(ALERT, self.result.errors[-1])
+            self.result.alerts.append(self.result.errors[-1])
+        return ok
+
+    def quiet(self) -> bool:
+        """No start of ours may live when production starts (SAFETY I7)."""
+        problems = [p for p in self.target.quiet_problems() if "production" not in p]
+        if problems:
+            self.fail(FAILED, f"production is not started beside an experiment: {problems[0]}")
+            return False
+        return True
+
+    def verified(self, intent: Intent) -> bool:
+        """The six answers, strictly."""
+        outcome: dict[str, Any] = {}
+
+        def act() -> None:
+            rollback = read_rollback(Path(intent.rollback), intent.rollback_sha256)
+            found = check(self.target, rollback, deadline_s=self.limits.get("start_s", 600.0))
+            outcome.update(dataclasses.asdict(found))
+            if not found.passed:
+                raise RefusedByWorld(found.reason)
+
+        ok = self.attempt("restore-check", act)
+        self.result.restore = {
+            "status": RESTORED if ok else FAILED,
+            "answers_identical": outcome.get("identical", 0),
+            "answers_asked": outcome.get("asked", 0),
+            "reason": "" if ok else self.result.errors[-1],
+        }
+        if not ok:
+            self.result.production_down = self.target.probe().state is not Probe.UP
+            self.result.alerts.append(
+                f"production is started but not verified: {self.result.errors[-1]}; "
+                "the HOLD and the intent stay"
+            )
+        return ok
+
+    def watched(self) -> bool:
+        """The post-close watch."""
+        seconds = self.limits.get("watch_s", 900.0)
+        seen: dict[str, Any] = {}
+
+        def act() -> None:
+            found = watch(
+                self.target,
+                seconds=seconds,
+                tick=lambda left: self.progress("watch: production is back and observed", left),
+            )
+            seen.update(dataclasses.asdict(found))
+            if not found.passed:
+                raise RefusedByWorld(found.reason)
+
+        ok = self.attempt("watch", act)
+        self.result.watch = {"status": "PASS" if ok else "FAIL", **seen}
+        if not ok:
+            self.result.production_down = self.target.probe().state is not Probe.UP
+            self.result.alerts.append(f"the watch failed: {self.result.errors[-1]}; the intent stays")
+        return ok
+
+    def fail(self, status: str, reason: str) -> None:
+        self.result.restore = {"status": status, "reason": reason}
+        self.result.production_down = self.target.probe().state is not Probe.UP
+        if reason not in self.result.errors:
+            self.result.errors.append(reason)
+
+
+def close_window(
+    target: Target,
+    *,
+    window_id: str,
+    folder: Path,
+    campaign: Path,
+    journal: Journal,
+    lease: Lease,
+    limits: dict[str, float],
+    progress: Callable[[str, float], None] = lambda _what, _left: None,
+) -> CloseResult:
+    """End a window from its durable facts. Idempotent: a second call finds nothing to do.
+
+    `progress` gets what is being done and the seconds left where they are known. Signals must be
+    deferred by the caller. Never raises; what went wrong is in the result.
+    """
+    return _Closer(target, window_id, folder, campaign, journal, lease, limits, progress).run()

@@ -1,0 +1,344 @@
+"""The end of the facts: decide from the window's own files, archive the control, write the summary.
+
+Everything here reads the folder, so a killed window is finished by the keeper or `dsv41 recover`
+exactly as the session would have done it, and doing it twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..archive import archive_append, archive_head, archive_spreads
+from ..durable import dump_json, read_json_lines, write_atomic
+from ..errors import Dsv41Error, UsageError
+from ..text import one_line
+from ..window.plan import Plan
+from ..window.summary import (
+    RESTORE_FAILED,
+    RESTORE_NOT_NEEDED,
+    ArchiveHead,
+    ArchiveUse,
+    ArmInfo,
+    Promotion,
+    Restore,
+    Spread,
+    StartInfo,
+    Summary,
+    TargetInfo,
+    Watch,
+    WindowInfo,
+    write_summary,
+)
+from ..window.verdict import Outcome, conclude
+from .closing import CloseResult
+from .journal import Journal, utc_now
+from .record import TargetRecord, read_record
+
+__all__ = ["ARCHIVE_NAME", "EXIT_ALERT", "EXIT_DOWN", "Rule", "finish_window", "load_plan", "refuse_window"]
+
+ARCHIVE_NAME = "control-archive.jsonl"
+EXIT_DOWN = 20
+EXIT_ALERT = 21
+Rule = Callable[[Plan, Sequence[dict[str, Any]]], Sequence[str]]
+"""A rule of the user's own: lines shown beside the verdict, which they never change."""
+
+_SOFTWARE = ("pytest-dsv41", "pytest", "numpy", "scipy", "httpx")
+
+
+def load_plan(folder: Path) -> Plan:
+    """Read the folder's `plan.json`.
+
+    Raises:
+        UsageError: it is missing or damaged.
+    """
+    path = folder / "plan.json"
+    try:
+        return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: not a window's plan ({one_line(str(error))})") from error
+
+
+def finish_window(
+    folder: Path,
+    journal: Journal,
+    closed: CloseResult,
+    *,
+    stopped: str | None,
+    report_only: bool = False,
+    rules: Mapping[str, Rule] | None = None,
+) -> Summary:
+    """Conclude, archive, and write `summary.json`, the last file that holds facts.
+
+    A failing archive never hides the verdict and never the reverse: each is an alert of its own.
+    """
+    plan = load_plan(folder)
+    record = read_record(folder)
+    values = read_json_lines(folder / "values.jsonl")
+    alerts = list(closed.alerts)
+    outcome = conclude(plan, values, stopped=stopped, report_only=report_only)
+    archive = _archive(folder, plan, record, values, journal, alerts)
+    lines = journal.lines()
+    status, code = outcome.status, outcome.exit_code
+    incomplete = list(outcome.incomplete)
+    if closed.errors:
+        incomplete += [error for error in closed.errors if error not in alerts]
+        if code in (0, 10, 11):
+            alerts += [error for error in closed.errors if error not in alerts]
+    if closed.production_down:
+        code = EXIT_DOWN
+    elif alerts:
+        code = EXIT_ALERT
+    restore = closed.restore
+    summary = Summary(
+        window=_window(folder, plan),
+        status=status,
+        exit_code=code,
+        started_utc=lines[0]["utc"] if lines else None,
+        ended_utc=utc_now(),
+        target=TargetInfo(**_described(record)),
+        arms=_arms(plan),
+        starts=tuple(_starts(plan, lines)),
+        decision_cells=plan.window.decision_cells,
+        decisions=outcome.decisions,
+        explanations={arm: tuple(text) for arm, text in outcome.explanations.items()},
+        promotion=_promotion(outcome, code),
+        incomplete=tuple(incomplete),
+        stopped=stopped,
+        restore=Restore(
+            status=restore.get("status", RESTORE_FAILED),
+            answers_identical=restore.get("answers_identical"),
+            seconds=_seconds(lines, ("restore-start", "restore-check", "hold-close")),
+            reason=restore.get("reason") or None,
+        ),
+        watch=Watch(**(closed.watch or {"status": "NOT RUN"})),
+        production_commit=record.commit or None,
+        archive=archive,
+        spreads=_spreads(plan, record, values),
+        alerts=tuple(alerts),
+        software=_software(),
+        **({"notes": outcome.notes} if outcome.notes else {}),
+        **({"advisory": advisory} if (advisory := _advisory(plan, values, rules or {})) else {}),
+    )
+    write_summary(folder, summary)
+    return summary
+
+
+def refuse_window(folder: Path, plan: Plan, record: TargetRecord, reason: str) -> Summary:
+    """Write the files of a window that the state of the world refused before it touched anything."""
+    write_atomic(folder / "plan.json", dump_json(plan.to_json()) + "\n")
+    summary = Summary(
+        window=_window(folder, plan),
+        status="REFUSED",
+        exit_code=13,
+        started_utc=utc_now(),
+        ended_utc=utc_now(),
+        target=TargetInfo(**_described(record)),
+        arms=_arms(plan),
+        decision_cells=plan.window.decision_cells,
+        stopped=reason,
+        restore=Restore(status=RESTORE_NOT_NEEDED),
+        software=_software(),
+    )
+    write_summary(folder, summary)
+    return summary
+
+
+def _window(folder: Path, plan: Plan) -> WindowInfo:
+    return WindowInfo(
+        id=plan.window_id,
+        lane=plan.window.lane,
+        name=plan.window.name,
+        hypothesis=plan.window.hypothesis,
+        kind=plan.window.kind,
+        seed=plan.seed,
+        plan_digest=plan.digest,
+        folder=folder.name,
+    )
+
+
+def _arms(plan: Plan) -> tuple[ArmInfo, ...]:
+    return tuple(
+        ArmInfo(name=arm.name, role=arm.role, symbol=arm.symbol)
+        for arm in (plan.window.control, *plan.window.candidates)
+    )
+
+
+def _promotion(outcome: Outcome, code: int) -> Promotion | None:
+    """Nothing is promoted out of a window whose production is not known to be well."""
+    if outcome.promotion is None or code != 0:
+        return None
+    return Promotion(**outcome.promotion)
+
+
+def _described(record: TargetRecord) -> dict[str, Any]:
+    return {
+        "kind": str(record.table.get("kind", "unknown")),
+        "engine": str(record.table.get("engine", "")),
+    }
+
+
+def _seconds(lines: list[dict[str, Any]], steps: tuple[str, ...]) -> float | None:
+    found = [
+        float(line.get("seconds", 0.0))
+        for line in lines
+        if line.get("event") in ("end", "fail") and line.get("step") in steps
+    ]
+    return sum(found) if found else None
+
+
+def _starts(plan: Plan, lines: list[dict[str, Any]]) -> list[StartInfo]:
+    infos = []
+    for start in plan.starts:
+        own = [line for line in lines if line.get("step") == f"start:{start.name}"]
+        if not own:
+            continue
+        end = next((line for line in own if line["event"] == "end"), {})
+        fail = next((line for line in own if line["event"] == "fail"), {})
+        stop = next(
+            (x for x in lines if x.get("step") == f"stop:{start.name}" and x["event"] == "end"), {}
+        )
+        infos.append(
+            StartInfo(
+                name=start.name,
+                arm=start.arm,
+                started_utc=own[0]["utc"],
+                ready_s=end.get("seconds"),
+                ended_utc=stop.get("utc"),
+                reason=fail.get("reason"),
+            )
+        )
+    return infos
+
+
+def _archive(
+    folder: Path,
+    plan: Plan,
+    record: TargetRecord,
+    values: list[dict[str, Any]],
+    journal: Journal,
+    alerts: list[str],
+) -> ArchiveUse | None:
+    """Append every control repeat that was measured; idempotent by the row's key."""
+    if plan.window.kind == "admission":
+        return None
+    path = Path(record.campaign) / ARCHIVE_NAME
+    caps = {
+        line["step"].partition(":")[2]: line
+        for line in journal.lines()
+        if str(line.get("step", "")).startswith("start:") and line.get("event") == "end"
+    }
+    control = plan.window.control.name
+    rows = [
+        {
+            "window": plan.window_id,
+            "cell": value["cell"],
+            "metric": metric,
+            "value": measured["value"],
+            "max_tokens": value["max_tokens"],
+            "commit": record.commit,
+            "clock_cap_mhz": caps.get(value["start"], {}).get("clock_cap_mhz", 1),
+            "clock_source": caps.get(value["start"], {}).get("clock_source", "none"),
+            "date": record.date,
+            "start": value["start"],
+            "repeat": value["repeat"],
+            "prompt_sha256": value["prompt_sha256"],
+            "prompt_members": value["prompt_members"],
+        }
+        for value in values
+        if value["arm"] == control and value["outcome"] == "measured"
+        for metric, measured in sorted(value["values"].items())
+    ]
+    try:
+        before = archive_head(path)
+        if rows:
+            with journal.step("archive", rows=len(rows)):
+                archive_append(path, rows)
+        after = archive_head(path)
+    except (Dsv41Error, ValueError, OSError) as error:
+        alerts.append(
+            f"archive: {one_line(str(error))}; the values are in {folder.name}/values.jsonl, "
+            f"append them with: dsv41 archive append {folder}"
+        )
+        return ArchiveUse(path=str(path))
+    use = ArchiveUse(
+        path=str(path),
+        before=ArchiveHead(rows=before.rows, sha256=before.sha256),
+        after=ArchiveHead(rows=after.rows, sha256=after.sha256),
+        appended=after.rows - before.rows,
+    )
+    write_atomic(
+        folder / "archive-head.json", dump_json(use.model_dump(mode="json")) + "\n"
+    )
+    return use
+
+
+def _spreads(
+    plan: Plan, record: TargetRecord, values: list[dict[str, Any]]
+) -> dict[str, Spread]:
+    """The control's relative SD in this window beside the archive's, for each decision metric."""
+    control = plan.window.control.name
+    path = Path(record.campaign) / ARCHIVE_NAME
+    spreads: dict[str, Spread] = {}
+    for cell in plan.window.cells:
+        own = [
+            v
+            for v in values
+            if v["cell"] == cell.name and v["arm"] == control and v["outcome"] == "measured"
+        ]
+        for metric in (plan.primary(cell.name), *cell.guards):
+            numbers = [v["values"][metric]["value"] for v in own if metric in v["values"]]
+            if len(numbers) < 2 or not statistics.fmean(numbers):
+                continue
+            archived = None
+            try:
+                archived = _archived(path, cell.name, metric, own[0], record.commit)
+            except (Dsv41Error, ValueError, OSError):
+                # The archive's fault is an alert of its own; the window's spread still shows.
+                archived = None
+            spreads[f"{cell.name}/{metric}"] = Spread(
+                in_window_cv=statistics.stdev(numbers) / statistics.fmean(numbers),
+                archive_cv=archived,
+            )
+    return spreads
+
+
+def _archived(
+    path: Path, cell: str, metric: str, value: dict[str, Any], commit: str
+) -> float | None:
+    for spread in archive_spreads(path, cell, metric):
+        if (
+            spread.commit == commit
+            and spread.max_tokens == value["max_tokens"]
+            and spread.prompt_sha256 == value["prompt_sha256"]
+        ):
+            return spread.cv_within
+    return None
+
+
+def _advisory(
+    plan: Plan, values: Sequence[dict[str, Any]], rules: Mapping[str, Rule]
+) -> dict[str, list[str]]:
+    """What rules of the user's own say beside the verdict; a failing one says so and no more."""
+    said = {}
+    for name, rule in rules.items():
+        try:
+            said[name] = [one_line(str(line)) for line in rule(plan, values)]
+        except Exception as error:  # noqa: BLE001 - foreign code never costs a window its summary
+            said[name] = [one_line(f"failed: {type(error).__name__}: {error}")]
+    return said
+
+
+def _software() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _SOFTWARE:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return versions

@@ -1,0 +1,68 @@
+"""The down-intent: the durable trace that production is down by us, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from ..durable import dump_json, remove, write_atomic
+from ..errors import UsageError
+
+__all__ = ["Intent", "clear_intent", "read_intent", "write_intent"]
+
+_NAME = "intent.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Intent:
+    """Who took production down, until when, and where the capture lies.
+
+    `deadline` is seconds since boot on the host that `host` identifies; on another boot it has
+    passed. `phase` is DOWN or RESTORING.
+    """
+
+    window: str
+    folder: str
+    phase: str
+    epoch: int
+    host: str
+    deadline: float
+    rollback: str
+    rollback_sha256: str
+    keeper_pid: int
+    keeper_started: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as it is written."""
+        return {"schema": "dsv41-intent-v1", **dataclasses.asdict(self)}
+
+
+def write_intent(campaign: Path, intent: Intent) -> None:
+    """Write or replace the intent, durably."""
+    write_atomic(campaign / _NAME, dump_json(intent.to_json()) + "\n")
+
+
+def read_intent(campaign: Path) -> Intent | None:
+    """Return the intent, or None when there is none.
+
+    Raises:
+        UsageError: it is there and cannot be read; it counts as present.
+    """
+    path = campaign / _NAME
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record.pop("schema")
+        return Intent(**record)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"{path}: unreadable ({error}); production may be down, look at it by hand"
+        ) from error
+
+
+def clear_intent(campaign: Path) -> None:
+    """Remove the intent: the last act of a window, after RESTORED and watch PASS."""
+    remove(campaign / _NAME)

@@ -1,0 +1,111 @@
+"""`target.json`: what another process needs to build a window's target again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..durable import dump_json, write_atomic
+from ..errors import UsageError
+from ..hosts import CommandLog
+from ..targets import Target, TargetContext, load_factory
+
+__all__ = ["TargetRecord", "read_record", "register_window", "window_folder", "windows"]
+
+_NAME = "target.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetRecord:
+    """A target's table and context as JSON: everything but the running window's own objects."""
+
+    window: str
+    factory: str
+    table: dict[str, Any]
+    base: str
+    campaign: str
+    seed: int
+    limits: dict[str, float]
+    variables: dict[str, str]
+    state: dict[str, Any]
+    commit: str
+    date: str
+    """YYYYMMDD, UTC, of the day the window was opened."""
+    path: tuple[str, ...] = ()
+    """The import path of the process that opened the window, for targets of the user's own."""
+
+    def build(
+        self, folder: Path, pause: Callable[[float], None] = time.sleep
+    ) -> tuple[Target, TargetContext]:
+        """Build the target for the window in `folder`.
+
+        Raises:
+            UsageError: its factory cannot be imported any more, or refuses its table.
+        """
+        for entry in self.path:
+            if entry not in sys.path:
+                sys.path.append(entry)
+        context = TargetContext(
+            window_id=self.window,
+            folder=folder,
+            campaign=Path(self.campaign),
+            base=Path(self.base),
+            seed=self.seed,
+            limits=self.limits,
+            state=self.state,
+            variables=self.variables,
+            log=CommandLog(folder / "cmd"),
+            pause=pause,
+        )
+        return load_factory(self.factory)(self.table, context), context
+
+    def write(self, folder: Path) -> None:
+        """Write `target.json`."""
+        record = {"schema": "dsv41-target-v1", **dataclasses.asdict(self)}
+        write_atomic(folder / _NAME, dump_json(record) + "\n")
+
+
+def read_record(folder: Path) -> TargetRecord:
+    """Read the folder's `target.json`.
+
+    Raises:
+        UsageError: it is missing or damaged.
+    """
+    path = folder / _NAME
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record.pop("schema")
+        record["path"] = tuple(record["path"])
+        return TargetRecord(**record)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"{path}: not a window's target record ({error})") from error
+
+
+def register_window(campaign: Path, window_id: str, folder: Path) -> None:
+    """Tell the campaign where a window's folder lies, before the window touches anything."""
+    register = campaign / "windows"
+    register.mkdir(exist_ok=True)
+    write_atomic(register / f"{window_id}.json", dump_json({"folder": str(folder)}) + "\n")
+
+
+def window_folder(campaign: Path, window_id: str) -> Path | None:
+    """Return the folder of a window of this campaign that has a journal, or None."""
+    if not window_id or Path(window_id).name != window_id:
+        return None
+    try:
+        record = json.loads((campaign / "windows" / f"{window_id}.json").read_text("utf-8"))
+        folder = Path(record["folder"])
+    except (OSError, ValueError, TypeError, KeyError):
+        folder = campaign / window_id
+    return folder if (folder / "journal.jsonl").is_file() else None
+
+
+def windows(campaign: Path) -> list[str]:
+    """The ids of the campaign's windows, the oldest registration first."""
+    paths = (campaign / "windows").glob("*.json")
+    return [p.stem for p in sorted(paths, key=lambda p: p.stat().st_mtime_ns)]

@@ -1,0 +1,241 @@
+"""Recovering: finish a window whose process died, and say what the facts are (`dsv41 status`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..errors import Dsv41Error, RefusedByWorld, UsageError
+from ..hosts import Probe
+from ..hosts.local import boottime
+from ..text import one_line
+from ..window.summary import Summary, read_summary, summary_path
+from .closing import close_window
+from .finish import finish_window
+from .hold import Hold, HoldState
+from .intent import Intent, read_intent
+from .journal import Journal
+from .lease import Lease
+from .observer import Answer, Facts, Observation, Presence, observe
+from .record import read_record, window_folder, windows
+
+_KEEPER_GRACE_S = 120.0
+
+__all__ = ["Status", "look", "recover_campaign", "recover_window"]
+
+
+def recover_window(
+    folder: Path, *, stopped: str, wait_s: float = 0.25, lease: Lease | None = None
+) -> Summary:
+    """Close the window in `folder` from its facts and write its summary.
+
+    Raises:
+        RefusedByWorld: another process holds the campaign's lease.
+        UsageError: the folder is not a window's.
+    """
+    record = read_record(folder)
+    campaign = Path(record.campaign)
+    limits = record.limits
+    own = lease is None
+    lease = lease or Lease(campaign)
+    if own:
+        budget = limits["stop_s"] * 2 + limits["start_s"] * 2 + limits["watch_s"] * 2 + 60.0
+        lease.acquire(f"recover {record.window}", budget, wait_s=wait_s)
+    try:
+        intent = None
+        with contextlib.suppress(UsageError):
+            intent = read_intent(campaign)
+        if summary_path(folder).exists() and (intent is None or intent.window != record.window):
+            return read_summary(folder)
+        target, _ = record.build(folder)
+        journal = Journal(folder)
+        journal.tolerant = True
+        journal.note("recover", "begin", reason=stopped, epoch=lease.epoch)
+        closed = close_window(
+            target,
+            window_id=record.window,
+            folder=folder,
+            campaign=campaign,
+            journal=journal,
+            lease=lease,
+            limits=limits,
+        )
+        return finish_window(folder, journal, closed, stopped=stopped)
+    finally:
+        if own:
+            lease.release()
+
+
+def recover_campaign(campaign: Path) -> tuple[Path, Summary] | None:
+    """Recover whatever window of the campaign needs it: its folder and summary, None if none does.
+
+    Raises:
+        RefusedByWorld: somebody is at work, or something foreign or unknown forbids it.
+    """
+    lease = Lease(campaign)
+    lease.acquire("recover", 3600.0)
+    try:
+        status = look(campaign, lease_is_mine=True)
+        if status.observation.answer in (Answer.NOT_OURS, Answer.UNKNOWN) or (
+            status.observation.row in (2, 3, 4)
+        ):
+            raise RefusedByWorld(f"{status.observation.answer.value}: {status.observation.why}")
+        folder = _unfinished(campaign, status)
+        if folder is None:
+            return None
+        return folder, recover_window(folder, stopped="recovered by hand", lease=lease)
+    finally:
+        lease.release()
+
+
+def _unfinished(campaign: Path, status: Status) -> Path | None:
+    if status.intent is not None:
+        return Path(status.intent.folder)
+    if status.hold_state is HoldState.OWN:
+        return window_folder(campaign, status.hold_owner)
+    for name in reversed(windows(campaign)):
+        folder = window_folder(campaign, name)
+        if folder is not None and not summary_path(folder).exists():
+            return folder
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """The facts as they were read, and what the observer says of them."""
+
+    campaign: Path
+    facts: Facts
+    observation: Observation
+    intent: Intent | None
+    hold_path: Path | None
+    hold_state: HoldState
+    hold_owner: str
+    lease: str
+    production: str
+    window: str
+    unfinished: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The exact next command, or nothing to do."""
+        command = self.observation.command
+        if command.startswith("dsv41 ") and "(" not in command:
+            return f"{command} --campaign {self.campaign}"
+        if not command and self.unfinished and self.observation.answer is Answer.CLEAN:
+            return f"dsv41 recover --campaign {self.campaign}"
+        return command
+
+    @property
+    def exit_code(self) -> int:
+        """0 CLEAN; 20 production down and nobody at work on it; 21 every other ALERT; 1 at work."""
+        answer = self.observation.answer
+        if answer is Answer.CLEAN:
+            return 0
+        if answer in (Answer.IN_PROGRESS, Answer.RECOVERING, Answer.CHAIN_WAITING):
+            return 1
+        return 20 if self.observation.down else 21
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as JSON."""
+        facts = {
+            name: value if isinstance(value, bool) else value.value
+            for name, value in dataclasses.asdict(self.facts).items()
+        }
+        return {
+            "schema": "dsv41-status-v1",
+            "campaign": str(self.campaign),
+            "answer": self.observation.answer.value,
+            "why": self.observation.why,
+            "row": self.observation.row,
+            "command": self.command,
+            "exit_code": self.exit_code,
+            "facts": facts,
+            "lease": self.lease,
+            "hold": {
+                "path": str(self.hold_path) if self.hold_path else None,
+                "state": self.hold_state.value,
+                "owner": self.hold_owner,
+            },
+            "intent": self.intent.to_json() if self.intent else None,
+            "production": self.production,
+            "window": self.window,
+            "unfinished": list(self.unfinished),
+        }
+
+
+def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
+    """Read every durable fact of the campaign and ask the observer. Changes nothing."""
+    held = None if lease_is_mine else Lease(campaign).held_by()
+    intent, presence = None, Presence.NONE
+    try:
+        intent = read_intent(campaign)
+        presence = Presence.PRESENT if intent else Presence.NONE
+    except UsageError:
+        presence = Presence.UNREADABLE
+    names = windows(campaign)
+    newest = intent.window if intent else (names[-1] if names else "")
+    folder = Path(intent.folder) if intent else window_folder(campaign, newest)
+    production, detail, ephemeral, leftovers = Probe.UP, "no window has run here", True, False
+    hold_path: Path | None = None
+    hold_state, hold_owner = HoldState.NONE, ""
+    if folder is not None:
+        try:
+            record = read_record(folder)
+            target, _ = record.build(folder)
+            seen = target.probe()
+            production, detail = seen.state, seen.detail
+            ephemeral = target.ephemeral
+            leftovers = bool(target.leftovers())
+            if target.holds:
+                hold_path = target.hold_path()
+        except Dsv41Error as error:
+            production, detail, ephemeral = Probe.UNKNOWN, one_line(str(error)), False
+    elif (campaign / "HOLD").exists():
+        hold_path = campaign / "HOLD"
+    if hold_path is not None:
+        hold_state, hold_owner = Hold(hold_path).state_for_campaign(campaign)
+    keeper = _alive(intent.keeper_pid, intent.keeper_started) if intent else False
+    overdue = bool(intent and keeper and boottime() > intent.deadline + _KEEPER_GRACE_S)
+    facts = Facts(
+        lease_held=held is not None,
+        lease_overdue=held is not None and held.overdue_s > 0,
+        hold=hold_state,
+        production=production,
+        intent=presence,
+        keeper_alive=keeper,
+        keeper_overdue=overdue,
+        marker=Presence.PRESENT if (campaign / "marker.json").exists() else Presence.NONE,
+        served_by_default=not ephemeral,
+        leftovers=leftovers,
+    )
+    unfinished = tuple(
+        name
+        for name in names
+        if (found := window_folder(campaign, name)) and not summary_path(found).exists()
+    )
+    return Status(
+        campaign=campaign,
+        facts=facts,
+        observation=observe(facts),
+        intent=intent,
+        hold_path=hold_path,
+        hold_state=hold_state,
+        hold_owner=one_line(hold_owner),
+        lease=str(held) if held else "free",
+        production=f"{production.value}: {detail}",
+        window=newest,
+        unfinished=unfinished if held is None else (),
+    )
+
+
+def _alive(pid: int, started: float) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,0 +1,422 @@
+"""A running window: opened once, switched from start to start, closed by whoever gets there first.
+
+Open, in this order: lease, journal, keeper, (an ephemeral production starts), HOLD, capture,
+down-intent, production down, quiet proof. Every act is journalled before it is done, and its undo
+follows from the journal and the durable facts alone (`closing`), so no fixture holds the only undo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..durable import append_json_line, dump_json, write_atomic
+from ..errors import (
+    Dsv41Error,
+    MeasurementFailed,
+    RefusedByWorld,
+    StartFailed,
+    TransportError,
+    UsageError,
+    WindowStopped,
+)
+from ..hosts import CommandLog, LocalHost, Probe
+from ..hosts.local import boottime
+from ..measure import Endpoint, greedy_answers
+from ..targets import Arm, Started, Target, TargetFactory, name_factory
+from ..text import one_line
+from ..window.plan import Plan, PlannedItem
+from ..window.summary import Summary
+from .closing import CloseResult, close_window
+from .finish import Rule, finish_window
+from .hold import Hold, HoldState
+from .intent import Intent, read_intent, write_intent
+from .journal import Journal, StepHook
+from .keeper import KeeperHandle, spawn_keeper
+from .lease import Lease
+from .production import capture
+from .record import TargetRecord, register_window
+
+__all__ = ["State", "WindowRun"]
+
+
+@dataclasses.dataclass
+class State:
+    """What a progress line shows: the phase, the start, and production's state in one word."""
+
+    phase: str = "opening"
+    start: str = ""
+    production: str = "serving"
+    seconds_left: float | None = None
+
+
+class WindowRun:
+    """One window from HOLD to summary. `request_stop` is safe to call from a signal handler."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        record: TargetRecord,
+        folder: Path,
+        factory: TargetFactory,
+        *,
+        on_step: StepHook | None = None,
+        on_state: Callable[[State], None] = lambda _state: None,
+        rules: Mapping[str, Rule] | None = None,
+        report_only: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.folder = folder
+        self.campaign = Path(record.campaign)
+        self.journal = Journal(folder, on_step)
+        self.lease = Lease(self.campaign)
+        self.state = State()
+        self.stop_event = threading.Event()
+        self.stop_reason: str | None = None
+        self.summary: Summary | None = None
+        self.started: Started | None = None
+        self.opened = False
+        self.refused: str | None = None
+        self.broken: dict[str, str] = {}
+        self._factory = factory
+        self._record = record
+        self._target: Target | None = None
+        self._on_state = on_state
+        self._rules = rules
+        self._report_only = report_only
+        self._current: str | None = None
+        self._keeper: KeeperHandle | None = None
+        self._closed: CloseResult | None = None
+        self._deadline = 0.0
+        self._arms = {
+            arm["name"]: Arm(
+                name=arm["name"],
+                role=arm["role"],
+                args=tuple(arm["args"]),
+                env=arm["env"],
+                settings=arm["settings"],
+            )
+            for arm in plan.spec["arms"]
+        }
+
+    # -- asked from outside ---------------------------------------------------------------------
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the window to end; the first reason stays."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+        self.stop_event.set()
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, unless the window is asked to stop.
+
+        Raises:
+            WindowStopped: it is.
+        """
+        if self.stop_event.wait(seconds):
+            raise WindowStopped(self.stop_reason or "stopped")
+
+    def seconds_left(self) -> float:
+        """Seconds until the window's deadline."""
+        return self._deadline - boottime()
+
+    @property
+    def target(self) -> Target:
+        """The target; built when the window is opened."""
+        if self._target is None:
+            raise UsageError("the window is not open")
+        return self._target
+
+    @property
+    def hold(self) -> Hold:
+        """The HOLD file of the target."""
+        return Hold(self.target.hold_path())
+
+    # -- open -------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take production down, or refuse with nothing touched.
+
+        Raises:
+            RefusedByWorld: lease, HOLD, intent, marker or an unknown state forbid it.
+            WindowStopped, Dsv41Error: it ended on the way; `close` gives everything back.
+        """
+        limits = self._record.limits
+        seconds = limits["window_s"]
+        self.campaign.mkdir(parents=True, exist_ok=True)
+        self._deadline = boottime() + seconds
+        self.lease.acquire(self.plan.window_id, seconds + self._close_budget())
+        try:
+            self._admit()
+        except BaseException as error:
+            self.refused = one_line(str(error) or type(error).__name__)
+            self.lease.release()
+            raise
+        self.opened = True
+        target = self.target
+        if target.holds:
+            with self.journal.step("keeper") as detail:
+                self._keeper = spawn_keeper(self.folder, self._deadline, self._close_budget())
+                detail["pid"] = self._keeper.pid
+            self._take_down()
+        self._show(phase="measuring", production="down" if target.holds else "not ours")
+
+    def refusals(self) -> list[str]:
+        """What would refuse the window now; runs the read-only probes and changes nothing."""
+        held = Lease(self.campaign).held_by()
+        found = [f"another command works on this campaign: {held}"] if held else []
+        self._build()
+        return found + self._world_refusals()
+
+    def _build(self) -> None:
+        """Build the target with what it chooses once a window."""
+        target, _ = self._record.build(self.folder, self.pause)
+        self._record = dataclasses.replace(self._record, state=target.prepare())
+        self._target, _ = self._record.build(self.folder, self.pause)
+        self._record = dataclasses.replace(
+            self._record, commit=self._target.commit(), factory=name_factory(self._factory)
+        )
+
+    def _admit(self) -> None:
+        """Read the facts and refuse; writes nothing outside the window's own folder."""
+        self._build()
+        for reason in self._world_refusals():
+            raise RefusedByWorld(reason)
+        self._write_facts()
+
+    def _world_refusals(self) -> list[str]:
+        target = self.target
+        if not target.holds:
+            return []
+        found = []
+        hold, _ = self.hold.owner()
+        if hold is not HoldState.NONE:
+            found.append(self.hold.refusal())
+        try:
+            intent = read_intent(self.campaign)
+        except UsageError as error:
+            found.append(str(error))
+        else:
+            if intent is not None:
+                found.append(
+                    f"production is down by {intent.window}, which has not ended: "
+                    f"dsv41 status --campaign {self.campaign}"
+                )
+        if (self.campaign / "marker.json").exists():
+            found.append(f"a chain marker lies in {self.campaign}: its chain goes first")
+        seen = target.probe()
+        if seen.state is Probe.UNKNOWN:
+            found.append(f"cannot tell whether production serves: {seen.detail}")
+        elif seen.state is Probe.DOWN and not target.ephemeral:
+            found.append(f"production is down, and not by a window: {seen.detail}")
+        return found
+
+    def _write_facts(self) -> None:
+        write_atomic(self.folder / "plan.json", dump_json(self.plan.to_json()) + "\n")
+        self._record.write(self.folder)
+        register_window(self.campaign, self.plan.window_id, self.folder)
+        self.journal.note("window", "begin", id=self.plan.window_id, epoch=self.lease.epoch)
+
+    def _take_down(self) -> None:
+        target, journal = self.target, self.journal
+        start_s = self._record.limits["start_s"]
+        if target.ephemeral and target.probe().state is not Probe.UP:
+            self._show(phase="starting the demo's own production")
+            with journal.step("production-first"):
+                target.start_production()
+        self._show(phase="HOLD")
+        host = LocalHost(CommandLog(self.folder / "cmd")).identity()
+        with journal.step("hold"):
+            self.hold.create(self.plan.window_id, self.lease.epoch, host)
+        self._show(phase="capture")
+        with journal.step("capture") as detail:
+            rollback, sha256 = capture(target, self.folder, deadline_s=start_s)
+            detail["rollback_sha256"] = sha256
+        self._still_ours()
+        with journal.step("intent"):
+            keeper = self._keeper
+            write_intent(
+                self.campaign,
+                Intent(
+                    window=self.plan.window_id,
+                    folder=str(self.folder),
+                    phase="DOWN",
+                    epoch=self.lease.epoch,
+                    host=host,
+                    deadline=self._deadline,
+                    rollback=str(rollback),
+                    rollback_sha256=sha256,
+                    keeper_pid=keeper.pid if keeper else 0,
+                    keeper_started=keeper.started if keeper else 0.0,
+                ),
+            )
+        self.pause(0)
+        self._show(phase="production stops", production="going down")
+        with journal.step("production-stop"):
+            target.stop_production()
+        self._show(production="down")
+        self._quiet("quiet")
+
+    def _still_ours(self) -> None:
+        """Before each act: the lease's epoch and the HOLD must still be this window's."""
+        self.lease.check()
+        if self._target is None or not self._target.holds:
+            return
+        state, owner = self.hold.state_for_window(self.plan.window_id)
+        if state is not HoldState.OWN:
+            raise WindowStopped(f"the HOLD is no longer this window's ({state.value} {owner})")
+
+    def _quiet(self, step: str) -> None:
+        limit = boottime() + self._record.limits["quiet_s"]
+        with self.journal.step(step):
+            while problems := self.target.quiet_problems():
+                if boottime() > limit:
+                    raise TransportError(f"not quiet: {problems[0]}")
+                self.pause(0.05)
+
+    # -- starts and items ---------------------------------------------------------------------------
+
+    def before_item(self, item: PlannedItem) -> None:
+        """Bring the item's start up, ending the one before it.
+
+        Raises:
+            WindowStopped: the window is asked to stop.
+            StartFailed: the start did not come up, now or earlier.
+        """
+        self.pause(0)
+        if item.start in self.broken:
+            raise StartFailed(self.broken[item.start])
+        if self._current == item.start:
+            dead = self.target.check_arm(item.start)
+            if dead is not None:
+                self.broken[item.start] = dead
+                raise StartFailed(dead)
+            return
+        self._revive_keeper()
+        self._end_start()
+        self._still_ours()
+        self._begin_start(item.start, self._arms[item.arm])
+
+    def _begin_start(self, start: str, arm: Arm) -> None:
+        self._show(phase="starting", start=start)
+        try:
+            with self.journal.step(f"start:{start}", arm=arm.name) as detail:
+                started = self.target.start_arm(start, arm)
+                # The first request of a server is slow: it is sent, named, and counted nowhere.
+                greedy_answers(
+                    started.endpoint,
+                    ("Say a word to warm up.",),
+                    max_tokens=8,
+                    deadline_s=self._record.limits["start_s"],
+                )
+                detail.update(
+                    clock_cap_mhz=started.clock_cap.mhz,
+                    clock_source=started.clock_cap.source,
+                    url=started.endpoint.url,
+                    model=one_line(started.endpoint.model),
+                )
+        except (StartFailed, MeasurementFailed, TransportError) as error:
+            self.broken[start] = one_line(f"{start} did not start: {error}")
+            self._current = start
+            raise StartFailed(self.broken[start]) from error
+        self.started = started
+        self._current = start
+        self._show(phase="measuring", start=start)
+
+    def _end_start(self) -> None:
+        """End the current start and prove the machines quiet; a refused cell never skips this."""
+        if self._current is None:
+            return
+        start, self._current, self.started = self._current, None, None
+        self._show(phase="stopping", start=start)
+        with self.journal.step(f"stop:{start}"):
+            self.target.stop_arm(start)
+        self._quiet(f"quiet:{start}")
+
+    def _revive_keeper(self) -> None:
+        if self._keeper is not None and not self._keeper.alive():
+            with self.journal.step("keeper-again") as detail:
+                self._keeper = spawn_keeper(self.folder, self._deadline, self._close_budget())
+                detail["pid"] = self._keeper.pid
+            intent = read_intent(self.campaign)
+            if intent is not None:
+                write_intent(
+                    self.campaign,
+                    dataclasses.replace(
+                        intent,
+                        keeper_pid=self._keeper.pid,
+                        keeper_started=self._keeper.started,
+                    ),
+                )
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the current start answers."""
+        if self.started is None:
+            raise UsageError("no start is up")
+        return self.started.endpoint
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Append one item's row to `values.jsonl`, durably."""
+        append_json_line(self.folder / "values.jsonl", row)
+
+    # -- close --------------------------------------------------------------------------------------
+
+    def close(self) -> Summary | None:
+        """Give everything back and write the summary; safe to call again and from anywhere.
+
+        Signals must be deferred by the caller. Returns None when the window never opened.
+        """
+        if not self.opened:
+            return None
+        if self.summary is not None:
+            return self.summary
+        if self._closed is None:
+            self._show(phase="closing", start="")
+            with contextlib.suppress(Dsv41Error, OSError):
+                self.lease.renew(self.plan.window_id, self._close_budget())
+            self._closed = close_window(
+                self.target,
+                window_id=self.plan.window_id,
+                folder=self.folder,
+                campaign=self.campaign,
+                journal=self.journal,
+                lease=self.lease,
+                limits=self._record.limits,
+                progress=self._progress,
+            )
+        self.summary = finish_window(
+            self.folder,
+            self.journal,
+            self._closed,
+            stopped=self.stop_reason,
+            report_only=self._report_only,
+            rules=self._rules,
+        )
+        if self._keeper is not None:
+            self._keeper.dismiss()
+        self.lease.release()
+        self._show(
+            phase="done", production="UNKNOWN" if self._closed.production_down else "serving"
+        )
+        return self.summary
+
+    def _close_budget(self) -> float:
+        limits = self._record.limits
+        return limits["stop_s"] * 2 + limits["start_s"] * 2 + limits["watch_s"] * 2 + 60.0
+
+    def _progress(self, what: str, left: float) -> None:
+        self.state.seconds_left = left or None
+        self._show(phase=what)
+
+    def _show(self, **changes: Any) -> None:
+        for name, value in changes.items():
+            setattr(self.state, name, value)
+        # A lost terminal must never keep production down.
+        with contextlib.suppress(Exception):
+            self._on_state(self.state)
+

@@ -1,0 +1,195 @@
+"""What a window needs from the machines under it: the target protocol.
+
+A target says how production is probed, captured, stopped and started again, and how an arm is
+started and stopped. It holds no window state of its own: everything it must remember across a kill
+is in its table and in `TargetContext.state`, which is written to the window's folder, so that the
+keeper and `dsv41 recover` can build the same target again in another process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from ..errors import UsageError
+from ..hosts import CommandLog, Probe
+from ..measure import Endpoint
+
+__all__ = [
+    "Arm",
+    "ClockCap",
+    "ProbeResult",
+    "Started",
+    "Target",
+    "TargetContext",
+    "TargetFactory",
+    "load_factory",
+    "name_factory",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One server configuration: extra arguments, environment and settings of its server."""
+
+    name: str
+    role: str
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeResult:
+    """What a probe saw, and the evidence in one line."""
+
+    state: Probe
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ClockCap:
+    """The GPU clock cap of one start in MHz and where that is known from.
+
+    `source` is "start-log", "clock-log", or "none" (then the cap is 1: nothing is capped).
+    """
+
+    mhz: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A started arm: where it answers, and the clock cap its start log proves."""
+
+    endpoint: Endpoint
+    clock_cap: ClockCap
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetContext:
+    """Where a target works: the window's id, folders, limits (seconds), and its durable state."""
+
+    window_id: str
+    folder: Path
+    campaign: Path
+    base: Path
+    """The folder of the file that holds the target's table; its relative paths start here."""
+    seed: int
+    limits: Mapping[str, float]
+    state: Mapping[str, Any]
+    """What `prepare` answered when the window was opened."""
+    variables: Mapping[str, str]
+    log: CommandLog
+    pause: Callable[[float], None]
+    """Sleeps for so many seconds; raises WindowStopped when the window is asked to stop."""
+
+
+@runtime_checkable
+class Target(Protocol):
+    """The machines under a window. Every undo is idempotent; UNKNOWN never counts as DOWN."""
+
+    holds: bool
+    """Whether production is taken down under a HOLD; False when arms are servers that run."""
+    ephemeral: bool
+    """Whether nothing is served by default: the window starts production and ends it."""
+
+    def prepare(self) -> dict[str, Any]:
+        """Choose what is chosen once a window (ports); JSON, kept as the context's state."""
+
+    def describe(self) -> dict[str, Any]:
+        """The resolved production definition as JSON; no secrets."""
+
+    def hold_path(self) -> Path:
+        """The HOLD file; one a host."""
+
+    def probe(self) -> ProbeResult:
+        """Whether production serves. Reads only."""
+
+    def production(self) -> Endpoint:
+        """Where production answers."""
+
+    def commit(self) -> str:
+        """The 40 hex digits that name the production definition."""
+
+    def capture(self) -> dict[str, Any]:
+        """What restoring must bring back, as JSON. Reads only.
+
+        Raises:
+            RefusedByWorld: what runs is not what `start_production` would start.
+        """
+
+    def stop_production(self) -> None:
+        """End production. Raises TransportError when some of it is still there."""
+
+    def start_production(self) -> None:
+        """Start production if it is down, and wait until it answers.
+
+        Raises:
+            StartFailed: it did not answer in time.
+        """
+
+    def end_production(self) -> None:
+        """End an ephemeral production for good; nothing for any other."""
+
+    def start_arm(self, start: str, arm: Arm) -> Started:
+        """Start `arm` as the start `start` and wait until its model answers.
+
+        Raises:
+            StartFailed: it did not come up; what was started is ended.
+        """
+
+    def check_arm(self, start: str) -> str | None:
+        """The reason why the started arm cannot serve any more, or None."""
+
+    def stop_arm(self, start: str) -> None:
+        """End one start. Raises TransportError when some of it is still there."""
+
+    def stop_all(self) -> None:
+        """End everything that any start of this window has left; idempotent."""
+
+    def quiet_problems(self) -> list[str]:
+        """Why the machines are not proved quiet; empty means proved."""
+
+    def leftovers(self) -> list[str]:
+        """Processes of this window that still live; empty after a clean end."""
+
+
+TargetFactory = Callable[[Mapping[str, Any], TargetContext], Target]
+"""Builds a target from its table. Raises SpecError for a wrong table, before anything is touched."""
+
+
+def name_factory(factory: TargetFactory) -> str:
+    """Return `module:qualname`, by which another process finds the factory again.
+
+    Raises:
+        UsageError: it is a local object; the keeper could not build the target.
+    """
+    name = f"{factory.__module__}:{getattr(factory, '__qualname__', '')}"
+    try:
+        found = load_factory(name)
+    except UsageError:
+        found = None
+    if found is not factory:
+        raise UsageError(
+            f"target factory {name} cannot be imported by the keeper; "
+            "define it at the top level of an importable module"
+        )
+    return name
+
+
+def load_factory(name: str) -> TargetFactory:
+    """Import the factory that `name_factory` named."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"target factory {name}: {error}") from error
+    if not callable(found):
+        raise UsageError(f"target factory {name} is not callable")
+    factory: TargetFactory = found
+    return factory

@@ -1,0 +1,133 @@
+"""Target `endpoints`: arms are servers that already run; nothing is started, stopped or held."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..durable import dump_json
+from ..engines import get_engine
+from ..errors import SpecError, StartFailed
+from ..hosts import Probe
+from ..measure import Endpoint
+from .base import Arm, ClockCap, ProbeResult, Started, TargetContext
+
+__all__ = ["EndpointsTarget", "endpoints_target"]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: Literal["endpoints"] = "endpoints"
+    engine: str = "vllm"
+    model: str = ""
+
+
+def endpoints_target(table: Mapping[str, Any], context: TargetContext) -> EndpointsTarget:
+    """Build the target of `kind = "endpoints"`; each arm gives `settings = {url = "http://…"}`.
+
+    Raises:
+        SpecError: a key is unknown, missing, or of the wrong type.
+    """
+    try:
+        return EndpointsTarget(_Table.model_validate(dict(table)), context)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "target"
+        valid = ", ".join(_Table.model_fields)
+        raise SpecError(f"target.{key}: {first['msg']}; keys of target: {valid}") from error
+
+
+class EndpointsTarget:
+    """Servers given by their URL. A start is a health check and a look at the model's name."""
+
+    holds = False
+    ephemeral = True
+
+    def __init__(self, table: _Table, context: TargetContext) -> None:
+        self._table = table
+        self._context = context
+        self._engine = get_engine(table.engine)
+        self._urls: dict[str, str] = {}
+
+    def prepare(self) -> dict[str, Any]:
+        """Nothing is chosen."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """Engine and model."""
+        return {"kind": "endpoints", "engine": self._table.engine, "model": self._table.model}
+
+    def hold_path(self) -> Path:
+        """Never written: no production is touched."""
+        return self._context.campaign / "HOLD"
+
+    def probe(self) -> ProbeResult:
+        """There is no production to look at."""
+        return ProbeResult(Probe.DOWN, "target endpoints serves no production of its own")
+
+    def production(self) -> Endpoint:
+        """There is none."""
+        raise StartFailed("target endpoints has no production")
+
+    def commit(self) -> str:
+        """The sha1 of the description."""
+        digest = hashlib.sha1(dump_json(self.describe()).encode(), usedforsecurity=False)
+        return digest.hexdigest()
+
+    def capture(self) -> dict[str, Any]:
+        """Nothing to bring back."""
+        return {}
+
+    def stop_production(self) -> None:
+        """Nothing is stopped."""
+
+    def start_production(self) -> None:
+        """Nothing is started."""
+
+    def end_production(self) -> None:
+        """Nothing is ended."""
+
+    def start_arm(self, start: str, arm: Arm) -> Started:
+        """Check that the arm's server is healthy and read its model's name."""
+        url = str(arm.settings.get("url", ""))
+        if not url.startswith(("http://", "https://")):
+            raise StartFailed(f"{start}: arms.{arm.name}.settings.url: {url!r} is not an http URL")
+        health = self._engine.health(url, timeout=5.0)
+        if health != "up":
+            raise StartFailed(f"{start}: {url} is {health}; a healthy server must run there")
+        self._urls[start] = url
+        model = self._table.model
+        if not model:
+            try:
+                models = self._engine.models(url)
+            except (OSError, httpx.HTTPError) as error:
+                raise StartFailed(f"{start}: {url} does not name its models: {error}") from error
+            if not models:
+                raise StartFailed(f"{start}: {url} serves no model")
+            model = models[0]
+        return Started(Endpoint(url=url, engine=self._table.engine, model=model), ClockCap(1, "none"))
+
+    def check_arm(self, start: str) -> str | None:
+        """The reason why the server cannot serve, or None; a busy server is not a dead one."""
+        if self._engine.health(self._urls[start], timeout=5.0) == "down":
+            return f"{self._urls[start]} does not answer any more"
+        return None
+
+    def stop_arm(self, start: str) -> None:
+        """Nothing is stopped."""
+
+    def stop_all(self) -> None:
+        """Nothing is stopped."""
+
+    def quiet_problems(self) -> list[str]:
+        """The machines are not this window's to judge."""
+        return []
+
+    def leftovers(self) -> list[str]:
+        """Nothing was started."""
+        return []
