@@ -229,7 +229,16 @@ def _order(spec: WindowSpec) -> Iterator[PlannedItem]:
         )
 
 
-_NOT_THE_RESULT = ("hypothesis", "out", "campaign", "path", "cell_modules", "variables")
+_NOT_THE_RESULT = (
+    "hypothesis",
+    "out",
+    "campaign",
+    "path",
+    "cell_modules",
+    "variables",
+    "seed",
+    "start_estimate_s",
+)
 
 
 def _digest(plan: Plan) -> str:
