@@ -149,11 +149,13 @@ def _item_case(files: WindowFiles, item: Item) -> TestCase:
 def _restore_seconds(files: WindowFiles) -> float | None:
     if files.summary and files.summary.restore.seconds is not None:
         return files.summary.restore.seconds
-    for line in reversed(files.journal):
-        seconds = line.get("seconds")
-        if line.get("step") == "restore" and isinstance(seconds, (int, float)):
-            return float(seconds)
-    return None
+    took = [
+        seconds
+        for line in files.journal
+        if str(line.get("step", "")).startswith("restore")
+        and isinstance(seconds := line.get("seconds"), (int, float))
+    ]
+    return float(sum(took)) if took else None
 
 
 def _restore_case(files: WindowFiles) -> TestCase:

@@ -5,8 +5,8 @@ so pytest can go on writing its dots or names in the middle of a line. `erase` t
 before somebody else ends his; `update` brings it back. Elsewhere (a pipe, a build server, a dumb
 terminal) a plain line is written every few seconds and at each change of production's state.
 
-The stream must not be one that pytest captures: `Progress.on_stderr` duplicates the process's
-standard error while pytest is being configured, before any capture of an item begins.
+The stream must not be one that pytest captures: make the `Progress` while pytest is being
+configured, when standard error is still the user's, for it keeps a duplicate of it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ProgressState:
     repeats: int = 0
     item: int = 0
     items: int = 0
-    left_s: float | None = None
+    seconds_left: float | None = None
     production: str = ""
 
 
@@ -60,8 +60,8 @@ def progress_line(state: ProgressState, width: int = 1000) -> str:
     if state.cell:
         repeat = f" {state.repeat} of {state.repeats}" if state.repeats else ""
         parts.append(f"{state.cell}{repeat}")
-    if state.left_s is not None:
-        parts.append(_left(state.left_s))
+    if state.seconds_left is not None:
+        parts.append(_left(state.seconds_left))
     if state.production:
         parts.append(f"production {state.production}")
     line = one_line("window: " + ", ".join(parts))
@@ -97,48 +97,44 @@ def seconds_left(
     return future * pace + other_s
 
 
+def _standard_error(enabled: bool) -> TextIO:
+    """A stream of our own on descriptor 2, so that a later redirection does not move it."""
+    if not enabled:
+        return io.StringIO()
+    try:
+        descriptor = os.dup(2)
+    except OSError:
+        return io.StringIO()
+    return os.fdopen(descriptor, "w", encoding="utf-8", errors="replace")
+
+
 class Progress:
     """Shows a window's state. Every method is safe to call at any time and never raises OSError.
 
     Args:
-        stream: where to write; it belongs to this object only if `owned`.
+        stream: where to write; None: a duplicate of standard error, closed with the progress.
         live: rewrite one line with cursor controls; None: if `stream` is a terminal that can.
         enabled: False makes every method do nothing (`-qq`, `--no-window-progress`).
-        owned: close the stream with the progress.
         clock: seconds on a monotonic clock.
     """
 
     def __init__(
         self,
-        stream: TextIO,
+        stream: TextIO | None = None,
         *,
         live: bool | None = None,
         enabled: bool = True,
-        owned: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream = stream
-        self._live = self._can_rewrite(stream) if live is None else live
+        self._owned = stream is None
+        self._stream = _standard_error(enabled) if stream is None else stream
+        self._live = self._can_rewrite(self._stream) if live is None else live
         self._enabled = enabled
-        self._owned = owned
         self._clock = clock
         self._lock = threading.Lock()
         self._state: ProgressState | None = None
         self._shown = False
         self._last: float | None = None
-
-    @classmethod
-    def on_stderr(cls, *, verbosity: int = 0, enabled: bool = True) -> Progress:
-        """Return a progress on a duplicate of standard error, off from `-qq` on.
-
-        Call it while pytest is being configured: later, descriptor 2 may be a capture's file.
-        """
-        try:
-            descriptor = os.dup(2)
-        except OSError:
-            return cls(io.StringIO(), enabled=False)
-        stream = os.fdopen(descriptor, "w", encoding="utf-8", errors="replace")
-        return cls(stream, enabled=enabled and verbosity > -2, owned=True)
 
     @staticmethod
     def _can_rewrite(stream: TextIO) -> bool:
@@ -149,10 +145,25 @@ class Progress:
         except (OSError, ValueError):
             return False
 
-    def update(self, state: ProgressState) -> None:
+    def update(
+        self,
+        *,
+        phase: str = "",
+        start: str = "",
+        cell: str = "",
+        repeat: int = 0,
+        repeats: int = 0,
+        item: int = 0,
+        items: int = 0,
+        seconds_left: float | None = None,
+        production: str = "",
+    ) -> None:
         """Show a new state: at once where the line is rewritten, else every few seconds."""
         if not self._enabled:
             return
+        state = ProgressState(
+            phase, start, cell, repeat, repeats, item, items, seconds_left, production
+        )
         with self._lock:
             old, self._state = self._state, state
             moved = old is None or (old.production, old.phase) != (state.production, state.phase)

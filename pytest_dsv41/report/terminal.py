@@ -42,8 +42,10 @@ from .model import (
     watch_text,
     window_files,
 )
+from .progress import Progress
 
 __all__ = [
+    "Progress",
     "console_width",
     "print_text",
     "render_decision",
@@ -217,6 +219,7 @@ def _facts(summary: Summary) -> list[RenderableType]:
         lines.append(("stopped", summary.stopped, "magenta"))
     lines += [("incomplete", text, "magenta") for text in missing_lines(summary)]
     lines += [("note", text, "") for text in summary.notes]
+    lines += [(name, text, "") for name, said in summary.advisory.items() for text in said]
     lines.append(
         ("restore", restore_text(summary), "" if summary.restore.production_up else "bold red")
     )
@@ -236,7 +239,7 @@ def _facts(summary: Summary) -> list[RenderableType]:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for label, text, style in lines:
-        table.add_row(Text(label, style="dim" if label != "ALERT" else style), safe(text, style))
+        table.add_row(safe(label, "dim" if label != "ALERT" else style, 40), safe(text, style))
     return [Text(), table]
 
 

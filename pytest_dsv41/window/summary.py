@@ -231,7 +231,7 @@ class Summary(_Part):
     schema_name: Literal["dsv41-summary-v1"] = Field(
         default=SCHEMA, alias="schema", description="Name and version of this schema."
     )
-    window: WindowInfo = Field(description="What was asked.")
+    window: WindowInfo = Field(description="What was asked: names, seed and plan.")
     status: Status = Field(
         description="The verdict of a candidate window; COMPLETE for a report or admission window;"
         " INCOMPLETE when it was stopped or a decision item is missing; REFUSED when the state of"
@@ -245,7 +245,7 @@ class Summary(_Part):
     )
     started_utc: str | None = Field(default=None, description="When the window began, UTC.")
     ended_utc: str | None = Field(default=None, description="When it ended, UTC.")
-    target: TargetInfo | None = Field(default=None, description="The machines.")
+    target: TargetInfo | None = Field(default=None, description="Kind of the machines, and more.")
     arms: tuple[ArmInfo, ...] = Field(default=(), description="Every arm, control first.")
     starts: tuple[StartInfo, ...] = Field(default=(), description="Every start that was begun.")
     decision_cells: tuple[str, ...] = Field(default=(), description="The cells that decide.")
@@ -262,6 +262,10 @@ class Summary(_Part):
     )
     notes: tuple[str, ...] = Field(
         default=(), description="What is missing elsewhere and stops nothing, one line each."
+    )
+    advisory: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict,
+        description="Rule of the user's own to what it says; it never decides.",
     )
     stopped: str | None = Field(
         default=None, description="Why the window ended early or was refused; null: it did not."

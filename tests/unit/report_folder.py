@@ -153,12 +153,13 @@ def decide(
 
 def make_summary(
     plan: dict[str, Any],
-    decisions: Mapping[str, tuple[dict[str, Any], list[str]]],
+    decided: Mapping[str, tuple[dict[str, Any], list[str]]],
+    /,
     **changes: Any,
 ) -> Summary:
     """A summary of a window that went well; `changes` replaces top-level fields."""
     codes = {"CANDIDATE": 0, "NOT A CANDIDATE": 11, "INCONCLUSIVE": 10}
-    verdict = next((one["verdict"] for one, _ in decisions.values()), "COMPLETE")
+    verdict = next((one["verdict"] for one, _ in decided.values()), "COMPLETE")
     arms = plan["spec"]["arms"]
     deciding = list(dict.fromkeys(item["cell"] for item in plan["items"] if item["decision"]))
     fields: dict[str, Any] = {
@@ -190,8 +191,8 @@ def make_summary(
             for start in plan["starts"]
         ],
         "decision_cells": deciding,
-        "decisions": {arm: decision for arm, (decision, _) in decisions.items()},
-        "explanations": {arm: sentences for arm, (_, sentences) in decisions.items()},
+        "decisions": {arm: decision for arm, (decision, _) in decided.items()},
+        "explanations": {arm: sentences for arm, (_, sentences) in decided.items()},
         "promotion": {"arm": "fast", "profile": "single", "cells": deciding}
         if verdict == "CANDIDATE"
         else None,
