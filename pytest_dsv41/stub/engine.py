@@ -33,13 +33,14 @@ class Ask(NamedTuple):
     seed: int | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
     priority: int = 0
     salt: str = ""
     use_cache: bool = True
     want_top: bool = False
     natural_end: bool = False
     stop_at: int | None = None
+    stop_at_reason: str = "length"
+    step_tokens: tuple[int, ...] = ()
     endless: bool = False
 
 
@@ -56,7 +57,9 @@ class Step(NamedTuple):
 class Job:
     """One request in the engine. Stamps are monotonic seconds, None until they happened."""
 
-    def __init__(self, number: int, ask: Ask, arrival: float, model: Model) -> None:
+    def __init__(
+        self, number: int, ask: Ask, arrival: float, model: Model, profile: Profile
+    ) -> None:
         self.number = number
         self.ask = ask
         self.model = model
@@ -78,6 +81,8 @@ class Job:
         self.round = 0
         self.draft_key = 0
         self.engine_index = 0
+        self.lag = 0.0
+        self.profile = profile
 
     @property
     def accepted(self) -> int:
@@ -133,13 +138,19 @@ class Engine:
         held = sum(len(j.ask.prompt) + len(j.tokens) for j in self.running.values())
         return min(1.0, held / self.profile.kv_tokens)
 
-    def submit(self, ask: Ask, *, arrival: float, wall: float) -> Job:
-        """Queue a request. Its gate opens when it is admitted."""
+    def submit(
+        self, ask: Ask, *, arrival: float, wall: float, profile: Profile | None = None
+    ) -> Job:
+        """Queue a request. Its gate opens when it is admitted.
+
+        `profile` holds other settings for this request's own pace.
+        """
         self._count += 1
-        profile, number = self.profile, self._count
+        profile, number = profile or self.profile, self._count
         seed = ask.seed if ask.seed is not None else key_of(profile.seed, number, 3)
         sampling = Sampling(ask.temperature, ask.top_p, ask.top_k, seed)
-        job = Job(number, ask, arrival, Model(profile.model, ask.prompt, sampling, profile.perturb))
+        model = Model(profile.model, ask.prompt, sampling, profile.perturb)
+        job = Job(number, ask, arrival, model, profile)
         job.arrival_wall = wall
         job.pace = max(
             _FASTEST_ROUND,
@@ -160,7 +171,7 @@ class Engine:
                 self._schedule(job)
 
     def _schedule(self, job: Job) -> None:
-        profile, ask = self.profile, job.ask
+        profile, ask = job.profile, job.ask
         job.state = "running"
         job.scheduled = time.monotonic()
         taken = {other.slot for other in self.running.values()}
@@ -180,17 +191,19 @@ class Engine:
     def round_seconds(self, job: Job) -> float:
         """Return how long the job's next round takes, beside the requests that run now."""
         beside = max(0, len(self.running) - 1)
-        return self.profile.round_ms * job.pace * (1 + self.profile.batch_cost * beside) / 1000.0
+        return job.profile.round_ms * job.pace * (1 + job.profile.batch_cost * beside) / 1000.0
 
     # ---- tokens ----------------------------------------------------------------------------
 
     def next_step(self, job: Job) -> Step:
         """Decide the tokens of the job's next step. Nothing is counted before `record`."""
         ask, first = job.ask, not job.tokens
-        drafted = 0 if first else self.profile.draft_tokens
+        drafted = 0 if first else job.profile.draft_tokens
         accepted = 0
         while accepted < drafted and self._accepts(job, accepted):
             accepted += 1
+        if job.round < len(ask.step_tokens):
+            accepted = ask.step_tokens[job.round] - 1
         job.round += 1
         choices: list[Choice] = []
         finish: str | None = None
@@ -204,11 +217,12 @@ class Engine:
             count += 1
             if finish is None:
                 finish = self._limit(job, count)
-        return Step(tuple(choices), first, drafted, max(0, len(choices) - 1), finish)
+        made = 0 if first else len(choices) - 1
+        return Step(tuple(choices), first, max(drafted, made), made, finish)
 
     def _accepts(self, job: Job, position: int) -> bool:
         key = key_of(job.draft_key, job.round, position)
-        return uniform(key) < self.profile.accepts(position)
+        return uniform(key) < job.profile.accepts(position)
 
     def _at_end(self, job: Job, count: int) -> bool:
         ask = job.ask
@@ -224,7 +238,7 @@ class Engine:
         if ask.endless:
             return None
         if ask.stop_at is not None and count >= ask.stop_at:
-            return "length"
+            return ask.stop_at_reason
         return "length" if count >= ask.max_tokens else None
 
     # ---- what happened ---------------------------------------------------------------------

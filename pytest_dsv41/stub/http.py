@@ -35,7 +35,10 @@ class BadRequest(Exception):  # noqa: N818 - named after the status it becomes
 
 
 class Request(NamedTuple):
-    """One request. Header names are lower case; of several with one name the last holds."""
+    """One request. Header names are lower case; of several with one name the last holds.
+
+    `faults` (a `Faults`) is put in by the server, which knows those that always hold.
+    """
 
     method: str
     path: str
@@ -43,6 +46,7 @@ class Request(NamedTuple):
     headers: Mapping[str, str]
     body: bytes
     keep_alive: bool
+    faults: Any = None
 
     def json(self) -> dict[str, Any]:
         """Return the body as a JSON object; BadRequest when it is none."""

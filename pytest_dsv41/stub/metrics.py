@@ -163,7 +163,7 @@ class Registry:
 
     def text(self, *, created: bool = True, without: Iterable[str] = ()) -> str:
         """Return the whole exposition, without the families named in `without`."""
-        hidden = set(without)
+        hidden = {name.removesuffix("_total") for name in without} | set(without)
         parts: list[str] = []
         for name, family in self.families.items():
             if name in hidden:

@@ -56,6 +56,7 @@ class Profile(NamedTuple):
     load_tracking: bool = False
     dev_mode: bool = True
     profiler: bool = True
+    realtime: bool = True
     fault: tuple[str, ...] = ()
     truth: str = ""
 
@@ -122,6 +123,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("load_tracking", "flag", "/load tells the truth (vLLM)"),
     Option("dev_mode", "flag", "/reset_prefix_cache and /server_info exist (vLLM)"),
     Option("profiler", "flag", "/start_profile and /stop_profile exist (vLLM)"),
+    Option("realtime", "flag", "real-time scheduling where it is permitted, for exact pacing"),
     Option("fault", "texts", "fault for every request, name[=arg]; may be given more than once"),
     Option("truth", "text", "append the ground truth to this file, one JSON line a write"),
 )

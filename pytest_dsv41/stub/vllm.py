@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_dsv41.stub.engine import Ask, Job, Step
+from pytest_dsv41.stub.faults import Faults
+from pytest_dsv41.stub.generation import generate
 from pytest_dsv41.stub.http import BadRequest, Request, dumps, respond
 from pytest_dsv41.stub.language import EOS, VOCABULARY, Choice, decode, encode, token_bytes
 from pytest_dsv41.stub.loop import Connection, Wait
 from pytest_dsv41.stub.metrics import CONTENT_TYPE
 from pytest_dsv41.stub.profile import Profile
+from pytest_dsv41.stub.shape import Shaper
 from pytest_dsv41.stub.vllm_metrics import VllmLedger
-from pytest_dsv41.stub.wire import Event, Stream
+from pytest_dsv41.stub.wire import Event
 
 if TYPE_CHECKING:
     from pytest_dsv41.stub.server import Server
@@ -133,9 +135,10 @@ class Vllm:
         count = len(engine.running) + engine.waiting if self.profile.load_tracking else 0
         respond(connection, 200, dumps({"server_load": count}))
 
-    def metrics(self, connection: Connection, _request: Request) -> None:
+    def metrics(self, connection: Connection, request: Request) -> None:
         """The exposition."""
-        respond(connection, 200, self.ledger.registry.text().encode(), CONTENT_TYPE)
+        text = self.server.exposition(request.faults)
+        respond(connection, 200, text.encode(), CONTENT_TYPE)
 
     def server_info(self, connection: Connection, request: Request) -> None:
         """The configuration, as text or JSON; only in dev mode."""
@@ -161,14 +164,17 @@ class Vllm:
         self.server.profiling = False
         respond(connection, 200)
 
-    def reset_prefix_cache(self, connection: Connection, _request: Request) -> None:
+    def reset_prefix_cache(self, connection: Connection, request: Request) -> None:
         """Empty the prefix cache; `false` while requests hold blocks. Only in dev mode."""
         if not self.profile.dev_mode:
             raise BadRequest("Not Found", 404)
-        respond(connection, 200, dumps({"success": self.server.engine.forget()}))
+        done = "reset-false" not in request.faults and self.server.engine.forget()
+        respond(connection, 200, dumps({"success": done}))
 
     def tokenize(self, connection: Connection, request: Request) -> Generator[Wait, None, None]:
         """Token ids and their count, of a prompt or of messages."""
+        if "tokenize-404" in request.faults:
+            raise BadRequest("Not Found", 404)
         body = request.json()
         self._check_model(body)
         if "messages" in body:
@@ -179,9 +185,10 @@ class Vllm:
                 raise BadRequest("prompt must be a string")
             text = prompt
         tokens = yield from self._encode(text)
+        extra = request.faults.count("tokenize-count") if "tokenize-count" in request.faults else 0
         strings = [decode([token]) for token in tokens] if body.get("return_token_strs") else None
         answer = {
-            "count": len(tokens),
+            "count": len(tokens) + extra,
             "max_model_len": self.profile.max_model_len,
             "tokens": tokens,
             "token_strs": strings,
@@ -215,7 +222,8 @@ class Vllm:
             )
         limit = _whole(body, "max_tokens", 16, low=0) or 1
         ask = self._ask(body, tokens, limit, natural=False, top=top)
-        yield from self._answer(connection, request, body, Writer(self, body, ask, top, chat=False))
+        writer = Writer(self, body, ask, top, request.faults, chat=False)
+        yield from self._answer(connection, request, body, writer)
 
     def chat(self, connection: Connection, request: Request) -> Generator[Wait, None, None]:
         """POST /v1/chat/completions."""
@@ -235,7 +243,8 @@ class Vllm:
         key = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         limit = room if asked is None else _whole(body, key, 16, low=1)
         ask = self._ask(body, tokens, limit, natural=asked is None, top=top)
-        yield from self._answer(connection, request, body, Writer(self, body, ask, top, chat=True))
+        writer = Writer(self, body, ask, top, request.faults, chat=True)
+        yield from self._answer(connection, request, body, writer)
 
     def _encode(self, text: str) -> Generator[Wait, None, list[int]]:
         if len(text) < _LONG_BODY:
@@ -267,7 +276,8 @@ class Vllm:
                 f"This model's maximum context length is {self.profile.max_model_len} tokens; "
                 f"the prompt has {len(tokens)} and {limit} were asked for."
             )
-        stop = body.get("stop") or ()
+        if body.get("stop") or body.get("stop_token_ids"):
+            raise BadRequest("the stub knows no stop strings and no stop tokens")
         seed = body.get("seed")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise BadRequest("seed must be a whole number")
@@ -280,7 +290,6 @@ class Vllm:
             seed=seed,
             ignore_eos=bool(body.get("ignore_eos")),
             min_tokens=_whole(body, "min_tokens", 0, low=0),
-            stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
             priority=_whole(body, "priority", 0, low=-(2**31)),
             salt=str(body.get("cache_salt") or ""),
             want_top=top >= 0,
@@ -290,43 +299,25 @@ class Vllm:
     def _answer(
         self, connection: Connection, request: Request, body: dict[str, Any], writer: Writer
     ) -> Generator[Wait, None, None]:
-        server, engine = self.server, self.server.engine
-        job = engine.submit(writer.ask, arrival=time.monotonic(), wall=self.ledger.wall())
-        writer.begin(job, request.headers.get("x-request-id", ""))
-        stream = Stream(connection, job.number) if body.get("stream") else None
-        try:
-            if stream is not None:
-                stream.open("text/event-stream; charset=utf-8", request.keep_alive)
-            yield job.gate
-            assert job.scheduled is not None
-            when = job.scheduled + job.prefill_seconds
-            while True:
-                step = engine.next_step(job)
-                events = writer.events(step)
-                packets = stream.frame(events) if stream is not None else ()
-                yield when
-                stamp = time.monotonic()
-                if stream is not None:
-                    stream.write(packets)
-                engine.record(job, step, stamp)
-                if step.finish is not None:
-                    break
-                when += engine.round_seconds(job)
-            engine.leave(job, step.finish)
-            if stream is not None:
-                stream.write(stream.frame(writer.tail()))
-                stream.close()
-            else:
-                respond(connection, 200, dumps(writer.whole()))
-        finally:
-            engine.leave(job, "abort")
-            server.truth.flush_some()
+        streamed = bool(body.get("stream"))
+        yield from generate(self.server, connection, request, writer, streamed=streamed)
 
 
 class Writer:
     """Makes the JSON of one answer: its events when streamed, its whole body otherwise."""
 
-    def __init__(self, api: Vllm, body: dict[str, Any], ask: Ask, top: int, *, chat: bool) -> None:
+    done_mark = True
+
+    def __init__(
+        self,
+        api: Vllm,
+        body: dict[str, Any],
+        ask: Ask,
+        top: int,
+        faults: Faults,
+        *,
+        chat: bool,
+    ) -> None:
         self.api = api
         self.ask = ask
         self.chat = chat
@@ -334,13 +325,18 @@ class Writer:
         self.body = body
         options = body.get("stream_options") or {}
         force = api.profile.force_include_usage
-        self.include_usage = bool(options.get("include_usage")) or force
-        self.continuous = self.include_usage and (
-            bool(options.get("continuous_usage_stats")) or force
+        include = bool(options.get("include_usage")) or force
+        self.shaper = Shaper(faults, lambda: error_body(500, "the stub was told to fail"))
+        self.include_usage, self.continuous = self.shaper.want_usage(
+            include, include and (bool(options.get("continuous_usage_stats")) or force)
         )
         self.token_ids = bool(body.get("return_token_ids"))
         self.as_ids = bool(body.get("return_tokens_as_token_ids"))
         self.reasoning_left = api.profile.reasoning_tokens if chat else 0
+        if chat and "reasoning" in faults:
+            self.reasoning_left = faults.count("reasoning")
+        if chat and "reasoning-only" in faults:
+            self.reasoning_left = ask.max_tokens
         self.reasoning_count = 0
         self.offset = 0
         self.count = 0
@@ -381,11 +377,12 @@ class Writer:
         """Return the events of one engine step."""
         out = []
         if self.chat and self.first_chunk:
-            out.append(self._role())
+            out.append(self.role())
         out.append(self._tokens(step))
         return out
 
-    def _role(self) -> Event:
+    def role(self) -> Event:
+        """Return the role chunk."""
         choice = {
             "index": 0,
             "delta": {"role": "assistant", "content": ""},
@@ -394,9 +391,9 @@ class Writer:
         }
         prompt = list(self.ask.prompt) if self.token_ids else None
         chunk = self._chunk([choice], prompt_token_ids=prompt, prompt_text=None)
+        self.first_chunk = False
         if self.continuous:
             chunk["usage"] = self._usage(0)
-        self.first_chunk = False
         return Event("role", chunk)
 
     def _tokens(self, step: Step) -> Event:

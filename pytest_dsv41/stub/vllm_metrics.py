@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from pytest_dsv41.stub.engine import Engine, Job, Step
 from pytest_dsv41.stub.metrics import Counter, Gauge, Histogram, Registry
 from pytest_dsv41.stub.profile import Profile
+
+Later = Callable[[float, Callable[[], None]], None]
 
 __all__ = ["FINISH_REASONS", "VllmLedger"]
 
@@ -83,19 +84,18 @@ def _zero() -> float:
 class VllmLedger:
     """Turns what the engine did into vLLM's metrics.
 
-    `lag` seconds may lie between an event and the counters; `later` runs a call after a time.
+    `later` runs a call after some seconds (at once after none): counters may lag.
     Engine stamps (queue, prefill, inference, decode) are monotonic, TTFT and e2e use the wall
     clock, as vLLM has it; `wall` is that clock and may be stepped by a fault.
     """
 
-    def __init__(self, profile: Profile, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, profile: Profile, wall: Callable[[], float], later: Later) -> None:
         self.profile = profile
         self.wall = wall
         self.engine: Engine | None = None
         self.engines = 1
         self.registry = Registry()
-        self.lag: Callable[[Job], float] = lambda _job: 0.0
-        self.later: Callable[[float, Callable[[], None]], None] = lambda _seconds, call: call()
+        self.later = later
         self.reset()
 
     def labels(self, index: int, **more: str) -> dict[str, str]:
@@ -223,7 +223,7 @@ class VllmLedger:
 
     def scheduled(self, job: Job) -> None:
         """Count the look-up in the prefix cache."""
-        self.later(self.lag(job), lambda: self._count_lookup(job))
+        self.later(job.lag, lambda: self._count_lookup(job))
 
     def _count_lookup(self, job: Job) -> None:
         self.inc("vllm:prefix_cache_queries", len(job.ask.prompt), job.engine_index)
@@ -232,7 +232,7 @@ class VllmLedger:
     def stepped(self, job: Job, step: Step, stamp: float, before: float | None) -> None:
         """Count a step's tokens and what the drafter did."""
         wall = self.wall()
-        self.later(self.lag(job), lambda: self._count_step(job, step, stamp, before, wall))
+        self.later(job.lag, lambda: self._count_step(job, step, stamp, before, wall))
 
     def _count_step(
         self, job: Job, step: Step, stamp: float, before: float | None, wall: float
@@ -271,7 +271,7 @@ class VllmLedger:
     def finished(self, job: Job, reason: str) -> None:
         """Count the request's end."""
         wall = self.wall()
-        self.later(self.lag(job), lambda: self._count_end(job, reason, wall))
+        self.later(job.lag, lambda: self._count_end(job, reason, wall))
 
     def _count_end(self, job: Job, reason: str, wall: float) -> None:
         index = job.engine_index
