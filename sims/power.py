@@ -152,8 +152,17 @@ def rows(
                 out.append(row)
         for effect in ("true loss 5 %", "true loss 3 %"):
             hits = counts[effect][revisions[0]]["WIN"]
-            bound = WRONG_WINS * max(1.0, trials / published.POWER_TRIALS)
-            out.append(bound_row(title, f"{effect}: WIN ({hits} cells)", hits, trials, bound))
+            out.append(
+                bound_row(
+                    title,
+                    f"{effect}: WIN ({hits:,} cells)",
+                    hits,
+                    trials,
+                    WRONG_WINS,
+                    published.POWER_TRIALS,
+                    exact=exact,
+                )
+            )
     return out
 
 
