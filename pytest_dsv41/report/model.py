@@ -409,7 +409,8 @@ def number_text(value: float | None) -> str:
         return "0"
     if not 1e-4 <= abs(value) < 1e6:
         return f"{value:.3e}"
-    digits = max(0, 3 - math.floor(math.log10(abs(value))))
+    # Rounded first: 9.9999 has two digits before the point once it is shown.
+    digits = max(0, 3 - math.floor(math.log10(abs(float(f"{value:.3e}")))))
     return f"{value:.{digits}f}"
 
 
