@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,10 +85,11 @@ def walk(
     name: str,
     start: Position = START,
     *,
-    until: int | None = None,
+    until: int = sys.maxsize,
+    last: int = sys.maxsize,
     sink: Sink | None = None,
 ) -> Walk:
-    """Verify every row from `start` to the end of the file, or to the offset `until`.
+    """Verify every row from `start` to the end of the file, to offset `until`, or to row `last`.
 
     Reads in blocks, so memory does not grow with the file. `sink` gets the good rows in order.
 
@@ -104,7 +105,7 @@ def walk(
     with open(fd, "rb", buffering=_BLOCK, closefd=False) as file:
         file.seek(offset)
         for line in iter(partial(file.readline, _LINE_LIMIT), b""):
-            if until is not None and offset >= until:
+            if offset >= until or seq > last:
                 break
             body = line[:-TAIL]
             sha = sha256(body).hexdigest().encode()
@@ -257,8 +258,3 @@ def _place_of(file: BinaryIO, seq: int, place: int) -> int | None:
         if mark in line and _read(line).seq == seq:
             return number
     return None
-
-
-def file_size(fd: int) -> int:
-    """Return the file's size in bytes."""
-    return os.fstat(fd).st_size

@@ -24,7 +24,7 @@ from pytest_dsv41.archive.chain import START, Position, Walk, walk
 from pytest_dsv41.archive.errors import ChainBroken
 from pytest_dsv41.archive.rows import parse_line, row_key
 
-__all__ = ["Index", "Place", "index_path"]
+__all__ = ["Index", "Place", "StaleIndex", "drop_index", "index_path"]
 
 _FORMAT = 1
 _TABLES = """
@@ -77,6 +77,17 @@ JOIN start ON start.id = row.start
 def index_path(path: Path) -> Path:
     """Return where the index of an archive lies."""
     return path.with_name(path.name + ".index")
+
+
+def drop_index(path: Path) -> None:
+    """Remove the index of an archive, as far as that is possible; the next use builds it anew."""
+    for file in (index_path(path), index_path(path).with_name(path.name + ".index-journal")):
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+class StaleIndex(sqlite3.DatabaseError):
+    """The index names a place where something else stands. It must be built anew."""
 
 
 @dataclass(frozen=True)

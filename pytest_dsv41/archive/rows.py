@@ -251,7 +251,8 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-PREFIX = b'{"schema":"' + SCHEMA.encode() + b'","seq":%d,"prev_sha256":"%s",'
+NUMBERED = b'{"schema":"' + SCHEMA.encode() + b'","seq":%d,'
+PREFIX = NUMBERED + b'"prev_sha256":"%s",'
 SUFFIX = b',"sha256":"'
 END = b'"}\n'
 TAIL = len(SUFFIX) + 64 + len(END)

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pytest_dsv41.archive.errors import ChainBroken, MixedDefinitions
-from pytest_dsv41.archive.index import COLUMNS
+from pytest_dsv41.archive.errors import MixedDefinitions
+from pytest_dsv41.archive.index import COLUMNS, StaleIndex
 from pytest_dsv41.archive.rows import DEFINITION, PREFIX, definition_bytes, field_bytes
-from pytest_dsv41.archive.store import Reader, Where, allowed_values, reading
+from pytest_dsv41.archive.store import Reader, Where, allowed_values, answer
 
 __all__ = ["Spread", "WindowSpread", "archive_spread", "archive_spreads", "pooled_cv"]
 
@@ -141,33 +141,36 @@ def archive_spread(
     Raises:
         MixedDefinitions: the rows are of several definitions; the message says what differs.
     """
-    wanted = allowed_values(where)
-    own = {**wanted, "cell": [cell], "metric": [metric]}
-    with reading(path) as reader:
-        if reader is None:
-            return spread_of({"cell": cell, "metric": metric}, ())
-        found = _definitions(reader, own)
-        if len(found) > 1:
-            raise _mixed(cell, metric, [definition for _, definition in found])
-        if not found:
-            picked = {field: own[field][0] for field in DEFINITION if len(own.get(field, ())) == 1}
-            return spread_of(picked, ())
-        number, definition = found[0]
-        if own.keys() <= set(DEFINITION):
-            return spread_of(definition, _values(reader, number, definition))
-        return spread_of(definition, [(row["window"], row["value"]) for row in reader.rows(own)])
+    wanted = {**allowed_values(where), "cell": [cell], "metric": [metric]}
+    return answer(path, lambda reader: _spread(reader, wanted))
+
+
+def _spread(reader: Reader | None, wanted: dict[str, list[Any]]) -> Spread:
+    found = [] if reader is None else _definitions(reader, wanted)
+    if len(found) > 1:
+        raise _mixed([definition for _, definition in found])
+    if reader is None or not found:
+        picked = {
+            field: wanted[field][0] for field in DEFINITION if len(wanted.get(field, ())) == 1
+        }
+        return spread_of(picked, ())
+    number, definition = found[0]
+    if wanted.keys() <= set(DEFINITION):
+        return spread_of(definition, _values(reader, number, definition))
+    return spread_of(definition, [(row["window"], row["value"]) for _, row in reader.rows(wanted)])
 
 
 def archive_spreads(path: str | os.PathLike[str], cell: str, metric: str) -> list[Spread]:
     """Return one spread per definition of a cell's metric, in the archive's order."""
-    own = {"cell": [cell], "metric": [metric]}
-    with reading(path) as reader:
-        if reader is None:
-            return []
-        return [
-            spread_of(definition, _values(reader, number, definition))
-            for number, definition in _definitions(reader, own)
-        ]
+    wanted = {"cell": [cell], "metric": [metric]}
+    return answer(path, lambda reader: [] if reader is None else _spreads(reader, wanted))
+
+
+def _spreads(reader: Reader, wanted: dict[str, list[Any]]) -> list[Spread]:
+    return [
+        spread_of(definition, _values(reader, number, definition))
+        for number, definition in _definitions(reader, wanted)
+    ]
 
 
 def _definitions(reader: Reader, wanted: dict[str, list[Any]]) -> list[tuple[int, dict[str, Any]]]:
@@ -176,7 +179,7 @@ def _definitions(reader: Reader, wanted: dict[str, list[Any]]) -> list[tuple[int
     if indexed.keys() == wanted.keys():
         return [(number, definition) for number, definition, _ in reader.index.definitions(indexed)]
     # A filter that the index does not know (a date, an audit field): look at the rows.
-    seen = {tuple(row[field] for field in DEFINITION) for row in reader.rows(wanted)}
+    seen = {tuple(row[field] for field in DEFINITION) for _, row in reader.rows(wanted)}
     return [
         (number, definition)
         for number, definition, _ in reader.index.definitions(indexed)
@@ -184,7 +187,7 @@ def _definitions(reader: Reader, wanted: dict[str, list[Any]]) -> list[tuple[int
     ]
 
 
-def _mixed(cell: str, metric: str, found: list[dict[str, Any]]) -> MixedDefinitions:
+def _mixed(found: list[dict[str, Any]]) -> MixedDefinitions:
     differ: dict[str, list[object]] = {}
     for field in _PICKED:
         values: list[object] = []
@@ -197,9 +200,9 @@ def _mixed(cell: str, metric: str, found: list[dict[str, Any]]) -> MixedDefiniti
         f"{field} {', '.join(str(value)[:12] for value in values)}"
         for field, values in differ.items()
     )
+    name = f"{found[0]['cell']}/{found[0]['metric']}"
     return MixedDefinitions(
-        f"{cell}/{metric}: rows of {len(found)} definitions are never pooled; pick one with "
-        f"where=: {shown}",
+        f"{name}: rows of {len(found)} definitions are never pooled; pick one with where=: {shown}",
         differ=differ,
     )
 
@@ -220,10 +223,6 @@ def _values(reader: Reader, number: int, definition: dict[str, Any]) -> list[tup
             named = window_bytes[window] = field_bytes("window", window)
         end = data.find(b",", len(between))
         if not data.startswith(between) or not data.startswith(named, end + 1):
-            raise ChainBroken(
-                f"{reader.name}: line {seq}: edited: changed while it was read",
-                line=seq,
-                change="edited",
-            )
+            raise StaleIndex(f"row {seq} does not stand where the index has it")
         values.append((window, float(data[len(between) : end])))
     return values

@@ -29,8 +29,17 @@ from pytest_dsv41.archive.errors import (
     RolledBack,
     RowRefused,
 )
-from pytest_dsv41.archive.index import COLUMNS, Index, Place
-from pytest_dsv41.archive.rows import FIELDS, GENESIS, encode, line_fields, normalise, row_key
+from pytest_dsv41.archive.index import COLUMNS, Index, Place, StaleIndex, drop_index
+from pytest_dsv41.archive.rows import (
+    END,
+    FIELDS,
+    GENESIS,
+    NUMBERED,
+    encode,
+    line_fields,
+    normalise,
+    row_key,
+)
 from pytest_dsv41.durable import FileLock
 from pytest_dsv41.text import one_line
 
@@ -40,6 +49,7 @@ __all__ = [
     "archive_append",
     "archive_head",
     "archive_rows",
+    "checked_path",
     "iter_rows",
     "lock_path",
     "reading",
@@ -71,7 +81,8 @@ def _head(position: Position) -> Head:
     return Head(position.rows, position.head)
 
 
-def _checked_path(path: str | os.PathLike[str]) -> Path:
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """Return the archive's path; a symbolic link is refused."""
     checked = Path(path)
     if checked.is_symlink():
         # Two names of one archive would mean two lock files.
@@ -104,7 +115,7 @@ def archive_append(
         ChainBroken, WrongSchema: the file itself is damaged or of another version.
         OSError: the disk failed; the batch is not in the archive.
     """
-    archive = _checked_path(path)
+    archive = checked_path(path)
     batch = _batch(rows)
     if not archive.parent.is_dir():
         raise ArchiveError(f"{archive}: its folder does not exist; create it first")
@@ -167,6 +178,7 @@ def _with_index(archive: Path, work: Callable[[Index], _T]) -> _T:
     except sqlite3.Error:
         if index.in_memory:
             raise
+        drop_index(archive)
     finally:
         index.close()
     memory = Index.memory()
@@ -196,7 +208,7 @@ def _append(
         if place is None:
             fresh.append(row)
         else:
-            there = line_fields(os.pread(fd, place.length, place.offset))
+            there = line_fields(_line(fd, place))
             _refuse_conflict(archive.name, row, there, f"line {place.seq}")
     if not fresh:
         # Rows that a killed appender left may be in the page cache only: acknowledge after a sync.
@@ -282,7 +294,15 @@ def _sha_of(fd: int, index: Index, seq: int) -> str | None:
     if place is None:
         return None
     # The last 67 bytes of a line are its sha256 and the closing of the object.
-    return os.pread(fd, 64, place.offset + place.length - 67).decode("ascii", "replace")
+    return _line(fd, place)[-67:-3].decode("ascii", "replace")
+
+
+def _line(fd: int, place: Place) -> bytes:
+    """Return the bytes of the row at `place`, which must be the row that the index says it is."""
+    line = os.pread(fd, place.length, place.offset)
+    if not line.startswith(NUMBERED % place.seq) or not line.endswith(END):
+        raise StaleIndex(f"row {place.seq} does not stand where the index has it")
+    return line
 
 
 def _refuse_rollback(
@@ -315,8 +335,7 @@ def archive_head(path: str | os.PathLike[str]) -> Head:
     Raises:
         ChainBroken, WrongSchema: the file is damaged or of another version.
     """
-    with reading(path) as reader:
-        return Head(0, GENESIS) if reader is None else _head(reader.end)
+    return answer(path, lambda reader: _head(START if reader is None else reader.end))
 
 
 def archive_rows(path: str | os.PathLike[str], where: Where | None = None) -> list[dict[str, Any]]:
@@ -336,9 +355,33 @@ def archive_rows(path: str | os.PathLike[str], where: Where | None = None) -> li
 def iter_rows(path: str | os.PathLike[str], where: Where | None = None) -> Iterator[dict[str, Any]]:
     """Yield what `archive_rows` returns, one row at a time."""
     wanted = allowed_values(where)
+    done = 0
+    try:
+        with reading(path) as reader:
+            if reader is not None:
+                for seq, row in reader.rows(wanted):
+                    yield row
+                    done = seq
+            return
+    except sqlite3.Error:
+        drop_index(Path(path))
+    # The index was no good: what is still owed comes from the file alone.
     with reading(path) as reader:
         if reader is not None:
-            yield from reader.rows(wanted)
+            for seq, row in reader.scan(wanted):
+                if seq > done:
+                    yield row
+
+
+def answer(path: str | os.PathLike[str], work: Callable[[Reader | None], _T]) -> _T:
+    """Return what `work` reads from the archive; with a new index if the old one was no good."""
+    try:
+        with reading(path) as reader:
+            return work(reader)
+    except sqlite3.Error:
+        drop_index(Path(path))
+    with reading(path) as reader:
+        return work(reader)
 
 
 def allowed_values(where: Where | None) -> dict[str, list[Any]]:
@@ -354,7 +397,16 @@ def allowed_values(where: Where | None) -> dict[str, list[Any]]:
             "prompt_members",
         )
         allowed[field] = list(value) if many else [value]
+        if field in COLUMNS and any(not _is_key(one) for one in allowed[field]):
+            raise ArchiveError(
+                f"where: {field}: must be a text or an integer, or a list of them, "
+                f"got {one_line(repr(value), 80)}"
+            )
     return allowed
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
 class Reader:
@@ -370,41 +422,43 @@ class Reader:
         self.end = end
         self.name = name
 
-    def line(self, place: Place) -> bytes:
-        """Return the bytes of a row's line."""
-        return os.pread(self.fd, place.length, place.offset)
+    def rows(self, wanted: Mapping[str, Sequence[Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield (number, row) where the row's fields are among `wanted`'s, in file order.
 
-    def rows(self, wanted: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the rows whose fields are among `wanted`'s, in file order."""
+        Raises:
+            sqlite3.Error: the index is no good; the rows before are right.
+        """
         indexed = {field: values for field, values in wanted.items() if field in COLUMNS}
         if not indexed:
-            yield from self._scan(wanted)
+            yield from self.scan(wanted)
             return
         places = self.index.select(indexed)
         self.index.end()
         for place in places:
-            row = line_fields(self.line(place))
-            if _matches(row, wanted):
-                yield row
+            row = line_fields(_line(self.fd, place))
+            if matches(row, wanted):
+                yield place.seq, row
 
-    def _scan(self, wanted: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    def scan(self, wanted: Mapping[str, Sequence[Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield what `rows` yields, without the index."""
         self.index.end()
         with open(self.fd, "rb", buffering=1 << 20, closefd=False) as file:
             file.seek(0)
-            for _ in range(self.end.rows):
+            for seq in range(1, self.end.rows + 1):
                 row = line_fields(file.readline())
-                if _matches(row, wanted):
-                    yield row
+                if matches(row, wanted):
+                    yield seq, row
 
 
-def _matches(row: Mapping[str, Any], wanted: Mapping[str, Sequence[Any]]) -> bool:
+def matches(row: Mapping[str, Any], wanted: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether every field that `wanted` names has one of its values."""
     return all(row.get(field) in values for field, values in wanted.items())
 
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[Reader | None]:
     """Open an archive for reading; None if there is none."""
-    archive = _checked_path(path)
+    archive = checked_path(path)
     with contextlib.ExitStack() as stack:
         reader = _open_indexed(archive, stack)
         if reader is None:

@@ -1,0 +1,470 @@
+"""What a window's folder proves about its control rows: commit, clock cap, date, values.
+
+Two kinds of folder are read. One of this project has plan.json, values.jsonl, target.json and
+journal.jsonl. An older one has at least summary.json or rollback.json, start logs
+`cmd/NNNN-<start>-start.log`, and values.jsonl with the same lines as ours (item, start, arm, cell,
+repeat, outcome, values, prompt_sha256, max_tokens, started_utc, duration_s); its plan may be
+missing, then the arm's name is its role.
+
+Nothing is guessed: a fact that the folder does not prove raises `HistoryUnknown`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from pytest_dsv41.archive.errors import HistoryUnknown
+from pytest_dsv41.archive.store import Head, archive_append, archive_rows
+from pytest_dsv41.durable import read_json_lines
+from pytest_dsv41.text import one_line
+
+__all__ = [
+    "CONTROL_ROLES",
+    "Backfill",
+    "backfill",
+    "clock_caps_mhz",
+    "control_rows",
+    "parse_utc",
+    "production_commit",
+    "read_values",
+    "role_of",
+    "start_clock_cap",
+    "window_date",
+    "window_folders",
+    "window_id",
+]
+
+Folder = str | os.PathLike[str]
+
+CONTROL_ROLES = frozenset({"control", "k", "off", "h"})
+"""Roles that are controls, in lower case (WIN2 "Window re-scoring"); every other is its own arm."""
+
+HOSTS = 2
+"""How many hosts a start log must prove the clock cap of."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CAP_LINE = re.compile(r"^\s*(?:\S+\s+)??([A-Za-z0-9][A-Za-z0-9._-]*) clock cap ([0-9]+) MHz\s*$")
+_UTC = re.compile(
+    r"(?<![0-9])([0-9]{4})-?([0-9]{2})-?([0-9]{2})"
+    r"(?:[T ]([0-9]{2}):?([0-9]{2})(?::?([0-9]{2})(?:\.[0-9]+)?)?)"
+    r"(?:Z|\+00:?00| ?UTC)(?![0-9A-Za-z])"
+)
+_MHZ = re.compile(r"(?<![0-9.])([0-9]{2,6})(?: ?MHz)?(?![0-9.:])")
+
+
+def parse_utc(text: str) -> datetime | None:
+    """Return the last UTC timestamp in `text`, or None.
+
+    Valid forms: 2026-10-27T18:13:14Z, 2026-10-27 18:13 UTC, 20261027T181314Z, and +00:00 for Z.
+    """
+    found = None
+    for match in _UTC.finditer(text):
+        year, month, day, hour, minute = (int(part) for part in match.groups()[:5])
+        try:
+            found = datetime(year, month, day, hour, minute, int(match[6] or 0), tzinfo=UTC)
+        except ValueError:
+            continue
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _block(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    block = value.get(name)
+    return block if isinstance(block, dict) else {}
+
+
+def window_id(out: Folder) -> str:
+    """Return the window's id: the summary's or plan's, else the folder's name."""
+    folder = Path(out)
+    summary, plan = _json(folder / "summary.json"), _json(folder / "plan.json")
+    for value in (
+        _block(summary, "window").get("id"),
+        summary.get("window"),
+        plan.get("window_id"),
+    ):
+        if isinstance(value, str) and value:
+            return value
+    return folder.resolve().name
+
+
+def window_date(out: Folder) -> str:
+    """Return the window's UTC day as YYYYMMDD: of its id, else of the first time it recorded.
+
+    Raises:
+        HistoryUnknown: nothing in the folder is dated.
+    """
+    folder = Path(out)
+    summary = _json(folder / "summary.json")
+    recorded = _json(folder / "target.json").get("date")
+    for text in (window_id(folder), folder.resolve().name, recorded, summary.get("started_utc")):
+        if isinstance(text, str):
+            if re.fullmatch(r"[0-9]{8}", text):
+                return text
+            when = parse_utc(text)
+            if when is not None:
+                return f"{when:%Y%m%d}"
+    times = [span[0] for span in _item_spans(folder, None)]
+    if times:
+        return f"{min(times):%Y%m%d}"
+    raise HistoryUnknown(f"{folder}: nothing dates this window (id, summary or values)")
+
+
+def production_commit(out: Folder) -> str:
+    """Return the commit of production in this window, 40 hex digits; never the experiment's.
+
+    The summary's `production_commit`, then its `production`, then rollback.json's
+    `production_commit` or `commit`; ours: then target.json's `commit`.
+
+    Raises:
+        HistoryUnknown: none of them holds a commit.
+    """
+    folder = Path(out)
+    summary = _json(folder / "summary.json")
+    rollback = _json(folder / "rollback.json")
+    production = summary.get("production")
+    named = production.get("commit") if isinstance(production, dict) else production
+    for value in (
+        summary.get("production_commit"),
+        named,
+        rollback.get("production_commit"),
+        rollback.get("commit"),
+        _json(folder / "target.json").get("commit"),
+    ):
+        if isinstance(value, str) and _COMMIT.fullmatch(value):
+            return value
+    raise HistoryUnknown(
+        f"{folder}: no production commit of 40 hex digits in summary.json (production_commit, "
+        "production) or rollback.json (production_commit, commit)"
+    )
+
+
+def read_values(out: Folder) -> list[dict[str, Any]]:
+    """Return the measured lines of values.jsonl, the last one of an item."""
+    by_item: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in read_json_lines(Path(out) / "values.jsonl"):
+        if line.get("outcome", "measured") == "measured" and isinstance(line.get("values"), dict):
+            by_item[(line.get("start"), line.get("cell"), line.get("repeat"))] = line
+    return list(by_item.values())
+
+
+def role_of(out: Folder, arm: str) -> str:
+    """Return an arm's role, `control` for every role that is a control."""
+    folder = Path(out)
+    role: Any = arm
+    plan = _block(_json(folder / "plan.json"), "spec")
+    for source in (plan, _json(folder / "summary.json")):
+        arms = source.get("arms")
+        if isinstance(arms, dict):
+            arms = [{"name": name, **body} for name, body in arms.items() if isinstance(body, dict)]
+        for entry in arms if isinstance(arms, list) else ():
+            if isinstance(entry, dict) and entry.get("name") == arm:
+                role = entry.get("role", arm)
+                break
+        else:
+            continue
+        break
+    return "control" if str(role).lower() in CONTROL_ROLES else str(role)
+
+
+# -- the clock cap ---------------------------------------------------------------------------------
+
+
+def _start_log(folder: Path, start: str) -> Path | None:
+    """Return the start's log; of several the last, which is the start that was measured."""
+    pattern = re.compile(rf"[0-9]+-{re.escape(start)}-start\.log")
+    logs = [file for file in (folder / "cmd").glob("*-start.log") if pattern.fullmatch(file.name)]
+    return max(logs, key=lambda file: int(file.name.partition("-")[0]), default=None)
+
+
+def _logged_caps(log: Path) -> dict[str, set[int]]:
+    caps: dict[str, set[int]] = {}
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        match = _CAP_LINE.match(line)
+        if match:
+            caps.setdefault(match[1], set()).add(int(match[2]))
+    return caps
+
+
+@dataclass(frozen=True)
+class _Change:
+    at: datetime
+    cap: int
+
+
+def _clock_log(path: Path) -> list[_Change]:
+    """Return the changes of a clock log: lines with a UTC timestamp, then a number of MHz."""
+    changes = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        stamp = _UTC.search(line)
+        cap = _MHZ.search(line, stamp.end()) if stamp else None
+        when = parse_utc(stamp[0]) if stamp else None
+        if when is None or cap is None:
+            raise HistoryUnknown(
+                f"{path}: line {number}: {one_line(line, 80)!r} is not '<UTC> <MHz>'"
+            )
+        changes.append(_Change(when, int(cap[1])))
+    return sorted(changes, key=lambda change: change.at)
+
+
+def _item_spans(folder: Path, start: str | None) -> Iterator[tuple[datetime, datetime]]:
+    """Yield when each item ran: its checkpoint times."""
+    for line in read_json_lines(folder / "values.jsonl"):
+        if start is not None and line.get("start") != start:
+            continue
+        began = parse_utc(str(line.get("started_utc", "")))
+        if began is not None:
+            seconds = line.get("duration_s")
+            took = seconds if isinstance(seconds, int | float) and 0 <= seconds < 1e7 else 0
+            yield began, began + timedelta(seconds=took)
+
+
+def _span(folder: Path, start: str) -> tuple[datetime, datetime] | None:
+    spans = list(_item_spans(folder, start))
+    for entry in _json(folder / "summary.json").get("starts") or ():
+        if isinstance(entry, dict) and entry.get("name") == start:
+            for name in ("started_utc", "ended_utc"):
+                when = parse_utc(str(entry.get(name) or ""))
+                if when is not None:
+                    spans.append((when, when))
+    if not spans:
+        return None
+    return min(span[0] for span in spans), max(span[1] for span in spans)
+
+
+def start_clock_cap(
+    out: Folder, start: str, *, clock_log: Folder | None = None, hosts: int = HOSTS
+) -> tuple[int, str]:
+    """Return a start's clock cap in MHz and its source: `start-log`, `clock-log` or `none`.
+
+    The start's own log proves it: every one of the `hosts` hosts must have printed its cap, and
+    they must agree. Ours: a target without clocks recorded `none` in the journal, the cap is 1.
+    A start without a log is placed by its checkpoint times in the clock log, a file of
+    '<UTC> <MHz>' lines, each valid from its time on.
+
+    Raises:
+        HistoryUnknown: the log does not prove one cap, or the start straddles a change.
+    """
+    folder = Path(out)
+    recorded = _recorded_clock(folder, start)
+    if recorded == "none":
+        return 1, "none"
+    log = _start_log(folder, start)
+    if log is not None:
+        caps = _logged_caps(log)
+        shown = ", ".join(
+            f"{host} {'/'.join(map(str, sorted(values)))}" for host, values in sorted(caps.items())
+        )
+        if len(caps) != hosts:
+            raise HistoryUnknown(
+                f"{log}: {len(caps)} of {hosts} hosts proved a clock cap ({shown or 'none'}); "
+                "the start is refused"
+            )
+        every = set().union(*caps.values())
+        if len(every) != 1:
+            raise HistoryUnknown(f"{log}: the clock caps differ ({shown}); the start is refused")
+        return every.pop(), "start-log"
+    if clock_log is None:
+        raise HistoryUnknown(f"{folder}: {start} has no start log, and no clock log was given")
+    span = _span(folder, start)
+    if span is None:
+        raise HistoryUnknown(f"{folder}: {start} has neither a start log nor checkpoint times")
+    changes = _clock_log(Path(clock_log))
+    before = [change for change in changes if change.at <= span[0]]
+    if not before:
+        raise HistoryUnknown(f"{clock_log}: begins after {start} of {folder} ({span[0]:%FT%TZ})")
+    cap = before[-1].cap
+    for change in changes:
+        if span[0] < change.at <= span[1] and change.cap != cap:
+            raise HistoryUnknown(
+                f"{folder}: {start} straddles the change from {cap} to {change.cap} MHz at "
+                f"{change.at:%FT%TZ}; the start is refused"
+            )
+    return cap, "clock-log"
+
+
+def _recorded_clock(folder: Path, start: str) -> str | None:
+    source = None
+    for line in read_json_lines(folder / "journal.jsonl"):
+        if line.get("step") == f"start:{start}" and line.get("event") == "end":
+            source = line.get("clock_source", "none")
+    return source if isinstance(source, str) else None
+
+
+def clock_caps_mhz(
+    out: Folder, *, clock_log: Folder | None = None, hosts: int = HOSTS
+) -> list[int] | str:
+    """Return the caps of all the window's starts, ascending, or 'unknown' if one is not proved."""
+    starts = {
+        line["start"] for line in read_json_lines(Path(out) / "values.jsonl") if "start" in line
+    }
+    try:
+        caps = {
+            start_clock_cap(out, start, clock_log=clock_log, hosts=hosts)[0] for start in starts
+        }
+    except HistoryUnknown:
+        return "unknown"
+    return sorted(caps) or "unknown"
+
+
+# -- backfill --------------------------------------------------------------------------------------
+
+
+def window_folders(campaign: Folder) -> list[Path]:
+    """Return the window folders of a campaign: its subfolders, and those that it registers."""
+    root = Path(campaign)
+    found = [
+        file.parent for name in ("summary.json", "plan.json") for file in root.glob(f"*/{name}")
+    ]
+    for record in sorted((root / "windows").glob("*.json")):
+        named = _json(record).get("folder")
+        if isinstance(named, str) and Path(named).is_dir():
+            found.append(Path(named))
+    return _once(found)
+
+
+def _once(folders: Iterable[Folder]) -> list[Path]:
+    """Return each window once, whatever it was called, in the order it was first named."""
+    by_path: dict[Path, Path] = {}
+    for folder in folders:
+        by_path.setdefault(Path(folder).resolve(), Path(folder))
+    by_id: dict[str, Path] = {}
+    for folder in by_path.values():
+        by_id.setdefault(window_id(folder), folder)
+    return sorted(by_id.values()) if len(by_id) != len(by_path) else list(by_id.values())
+
+
+def control_rows(
+    out: Folder,
+    *,
+    clock_log: Folder | None = None,
+    hosts: int = HOSTS,
+    refused: list[str] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the archive rows of a window: every measured control repeat, every metric.
+
+    A start whose clock cap is not proved is left out and its reason added to `refused`; without
+    that list it raises.
+
+    Raises:
+        HistoryUnknown: the folder does not prove its commit, its date, or a start's clock cap.
+    """
+    folder = Path(out)
+    if not folder.is_dir():
+        raise HistoryUnknown(f"{folder}: there is no such window folder")
+    kind = _block(_json(folder / "plan.json"), "spec").get("kind") or _block(
+        _json(folder / "summary.json"), "window"
+    ).get("kind")
+    if kind == "admission":
+        return []
+    values = [
+        line for line in read_values(folder) if role_of(folder, str(line.get("arm"))) == "control"
+    ]
+    if not values:
+        return []
+    window, commit, day = window_id(folder), production_commit(folder), window_date(folder)
+    clocks: dict[str, tuple[int, str] | None] = {}
+    rows = []
+    for line in values:
+        start = str(line.get("start"))
+        if start not in clocks:
+            try:
+                clocks[start] = start_clock_cap(folder, start, clock_log=clock_log, hosts=hosts)
+            except HistoryUnknown as error:
+                if refused is None:
+                    raise
+                refused.append(str(error))
+                clocks[start] = None
+        clock = clocks[start]
+        if clock is None:
+            continue
+        for metric, measured in sorted(line["values"].items()):
+            row = {
+                "window": window,
+                "cell": line.get("cell"),
+                "metric": metric,
+                "value": measured.get("value") if isinstance(measured, dict) else measured,
+                "max_tokens": line.get("max_tokens"),
+                "commit": commit,
+                "clock_cap_mhz": clock[0],
+                "clock_source": clock[1],
+                "date": day,
+                "start": start,
+                "repeat": line.get("repeat"),
+                "prompt_sha256": line.get("prompt_sha256"),
+            }
+            if line.get("prompt_members"):
+                row["prompt_members"] = line["prompt_members"]
+            rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class Backfill:
+    """What a backfill did: per window the rows it found and the rows that were new."""
+
+    head: Head
+    windows: tuple[tuple[str, int, int], ...]
+    refused: tuple[str, ...]
+
+
+def backfill(
+    archive: Folder,
+    folders: Iterable[Folder],
+    *,
+    clock_log: Folder | None = None,
+    hosts: int = HOSTS,
+) -> Backfill:
+    """Append the control rows of window folders; idempotent, each window read once.
+
+    A window is one append: all of its rows or none. Rows that are there already, equal but for
+    optional fields that the folder does not tell, are left as they are.
+
+    Raises:
+        KeyConflict: the archive has one of the rows with other contents.
+        HistoryUnknown: a folder does not prove its commit or date.
+    """
+    done = []
+    refused: list[str] = []
+    head = archive_append(archive, [])
+    for folder in _once(folders):
+        rows = control_rows(folder, clock_log=clock_log, hosts=hosts, refused=refused)
+        before = head.rows
+        head = archive_append(archive, _unless_known(archive, rows))
+        done.append((window_id(folder), len(rows), head.rows - before))
+    return Backfill(head, tuple(done), tuple(refused))
+
+
+def _unless_known(archive: Folder, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Complete rows by the optional fields with which they already stand in the archive."""
+    if not rows:
+        return rows
+    known = {
+        (row["cell"], row["metric"], row["start"], row["repeat"]): row
+        for row in archive_rows(archive, {"window": rows[0]["window"]})
+    }
+    completed = []
+    for row in rows:
+        there = known.get((row["cell"], row["metric"], row["start"], row["repeat"]), {})
+        if all(
+            there.get(field) == value for field, value in row.items() if field != "clock_source"
+        ):
+            completed.append(there)
+        else:
+            completed.append(row)
+    return completed
