@@ -246,12 +246,13 @@ class _Judge:
     ) -> Series:
         used = [*(item for group in controls for item in group), *candidates]
         found = [self._value(item, metric) or {} for item in used]
-        lower = _agreed((value.get("lower_is_better") for value in found), "orientation")
+        where = f"{cell} / {metric}"
+        lower = _agreed(where, "orientation", (value.get("lower_is_better") for value in found))
         if lower is None:
             lower = ORIENTATION.get(metric)
         if not isinstance(lower, bool):
             raise Refused("the values do not say whether lower is better", cell=cell, metric=metric)
-        unit = _agreed((value.get("unit") for value in found), "unit")
+        unit = _agreed(where, "unit", (value.get("unit") for value in found))
 
         def number(item: str) -> Any:
             return (self._value(item, metric) or {}).get("value")
@@ -261,6 +262,8 @@ class _Judge:
 
         def prompt_of(group: tuple[str, ...]) -> Any:
             prompts = [prompt(item) for item in group]
+            if None in prompts:
+                return None
             if any(other != prompts[0] for other in prompts):
                 raise Refused(
                     f"{' and '.join(group)} have different prompts", cell=cell, metric=metric
@@ -352,11 +355,13 @@ def _canonical(record: Mapping[str, Any]) -> str:
         return json.dumps(record, sort_keys=True)
 
 
-def _agreed(found: Iterable[Any], what: str) -> Any:
+def _agreed(where: str, what: str, found: Iterable[Any]) -> Any:
     """The one value that all give, None when they give none. Raises `Refused` for two."""
     distinct = list(dict.fromkeys(_hashable(value) for value in found if value is not None))
     if len(distinct) > 1:
-        raise Refused(f"the values have more than one {what}: {distinct[0]}, {distinct[1]}")
+        raise Refused(
+            f"{where}: the values have more than one {what}: {distinct[0]}, {distinct[1]}"
+        )
     return distinct[0] if distinct else None
 
 
