@@ -86,9 +86,6 @@ def test_a_loss_and_its_losing_guard(tmp_path: Path) -> None:
 def test_a_larger_spread_in_the_archive_is_said_and_raises_nothing(tmp_path: Path) -> None:
     # 2.55 % and 1.07 % are the published spreads of short-b1 and 32k-b1.
     text = text_of(demo_folder(tmp_path / "w"))
-    assert row(text, "short-b1 ms_per_round   ".strip() + " ").startswith(
-        "short-b1 ms_per_round 0.31"
-    )
     flat = " ".join(text.split())
     assert "short-b1 ms_per_round 0.31 % 2.55 %" in flat
     assert "32k-b1 ms_per_round 0.31 % 1.07 %" in flat
