@@ -50,7 +50,7 @@ HOSTS = 2
 """How many hosts a start log must prove the clock cap of."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_CAP_LINE = re.compile(r"^\s*(?:\S+\s+)??([A-Za-z0-9][A-Za-z0-9._-]*) clock cap ([0-9]+) MHz\s*$")
+_CAP_LINE = re.compile(r"(?<!\S)([A-Za-z0-9][A-Za-z0-9._-]*) clock cap ([0-9]{1,6}) MHz\b")
 _UTC = re.compile(
     r"(?<![0-9])([0-9]{4})-?([0-9]{2})-?([0-9]{2})"
     r"(?:[T ]([0-9]{2}):?([0-9]{2})(?::?([0-9]{2})(?:\.[0-9]+)?)?)"
@@ -193,7 +193,7 @@ def _start_log(folder: Path, start: str) -> Path | None:
 def _logged_caps(log: Path) -> dict[str, set[int]]:
     caps: dict[str, set[int]] = {}
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        match = _CAP_LINE.match(line)
+        match = _CAP_LINE.search(line)
         if match:
             caps.setdefault(match[1], set()).add(int(match[2]))
     return caps
@@ -346,7 +346,7 @@ def _once(folders: Iterable[Folder]) -> list[Path]:
     by_id: dict[str, Path] = {}
     for folder in by_path.values():
         by_id.setdefault(window_id(folder), folder)
-    return sorted(by_id.values()) if len(by_id) != len(by_path) else list(by_id.values())
+    return list(by_id.values())
 
 
 def control_rows(
