@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from ..errors import SpecError
+from ..measure.metrics import METRICS
 from ..text import one_line
 from .schedule import (
     Pairing,
@@ -60,16 +61,6 @@ _RESERVED = ("arm", "port", "python", "seed")
 """Placeholders that the target fills in; no variable may have such a name."""
 
 _SHIPPED = "examples"
-
-METRICS = (
-    "ms_per_round",
-    "accepted_per_round",
-    "ttft_ms",
-    "decode_tok_s",
-    "client_tok_s",
-    "prefill_tok_s",
-    "rounds",
-)
 
 
 def _name(value: str) -> str:
@@ -753,7 +744,7 @@ class _Reader:
         self, key: KeyPath, metric: str, plain: Sequence[str], arms: Sequence[Arm]
     ) -> None:
         """Refuse what a plain arm cannot have, and rounds that mean two things in two arms."""
-        if metric == "accepted_per_round":
+        if metric in METRICS and METRICS[metric].needs_speculation:
             self._fail(
                 key, f"metric '{metric}' needs speculation, which arm '{plain[0]}' does not have"
             )
