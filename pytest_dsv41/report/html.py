@@ -131,6 +131,7 @@ def _cells(files: WindowFiles, arms: tuple[str, ...], rows: tuple[SeriesRow, ...
             {
                 "name": cell,
                 "decides": cell in deciding or any(row.decides for row in series),
+                "provisional": any(_provisional(files, row.arm) for row in series),
                 "verdicts": list(dict.fromkeys((row.arm, row.cell_verdict) for row in series)),
                 "plot": plots[0] if plots else None,
                 "guard_plots": plots[1:shown],
@@ -144,6 +145,12 @@ def _cells(files: WindowFiles, arms: tuple[str, ...], rows: tuple[SeriesRow, ...
             }
         )
     return cells
+
+
+def _provisional(files: WindowFiles, arm: str) -> bool:
+    """Whether the arm's decision is of an incomplete window and may still have come out else."""
+    decisions = files.summary.decisions if files.summary else {}
+    return bool(decisions.get(arm, {}).get("provisional"))
 
 
 def html_page(files: WindowFiles) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,9 +54,9 @@ class Listed:
 
 
 def list_windows(campaign: Path, *, lane: str | None = None) -> list[Listed]:
-    """Return the windows whose folders lie in `campaign`, by start time, of one lane or of all.
+    """Return the windows that lie or are registered in `campaign`, of one lane or of all.
 
-    A folder without a summary is listed if it has a plan: its window runs, or was killed. With a
+    The oldest comes first. A folder without a summary is listed if it has a plan: its window runs, or was killed. With a
     `lane` such a folder is listed when its name begins with the lane.
 
     Raises:
@@ -66,8 +68,17 @@ def list_windows(campaign: Path, *, lane: str | None = None) -> list[Listed]:
     return sorted(found, key=_when)
 
 
+def _folders(campaign: Path) -> Iterator[Path]:
+    """The folders in the campaign's, and those that its register names elsewhere."""
+    yield from campaign.iterdir()
+    for record in sorted((campaign / "windows").glob("*.json")):
+        # A record that cannot be read names nothing; status and recover are the ones to alert.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            yield Path(json.loads(record.read_bytes())["folder"])
+
+
 def _scan(campaign: Path) -> Iterator[Listed]:
-    for folder in campaign.iterdir():
+    for folder in {path.resolve(): path for path in _folders(campaign)}.values():
         if (folder / FILE_NAME).is_file():
             try:
                 summary = read_summary(folder)

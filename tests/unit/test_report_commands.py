@@ -117,6 +117,22 @@ def test_windows_of_one_lane(campaign: Path, capsys: pytest.CaptureFixture[str])
     assert (code, out) == (0, "no windows\n")
 
 
+def test_windows_elsewhere_are_found_by_the_register(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    campaign = tmp_path / "campaign"
+    (campaign / "windows").mkdir(parents=True)
+    inside = demo_folder(campaign / "inside", started_utc="2026-11-29T10:00:00Z")
+    outside = demo_folder(tmp_path / "out" / "outside", started_utc="2026-11-29T11:00:00Z")
+    gone = tmp_path / "gone"
+    for number, folder in enumerate((inside, outside, gone)):
+        record = campaign / "windows" / f"{number}.json"
+        record.write_text(json.dumps({"folder": str(folder)}))
+    (campaign / "windows" / "torn.json").write_text('{"fol')
+    _, out, _ = run(capsys, "windows", "--campaign", str(campaign), "--json")
+    assert [one["folder"] for one in json.loads(out)] == [str(inside), str(outside)]
+
+
 @pytest.mark.parametrize(("gain", "expected"), [(0.08, 0), (0.0, 10), (-0.08, 11)])
 def test_compare_ends_with_the_code_of_the_second(
     gain: float, expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
