@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
 from ..text import one_line
 
 if TYPE_CHECKING:
@@ -29,18 +27,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the decision; the window's exit code, or 4 for missing or damaged files."""
+    """Print the decision; the window's exit code.
+
+    Raises:
+        UsageError: a file is missing or damaged.
+    """
     # numpy and scipy are loaded by the verdict only.
     from ..window.summary import FILE_NAME, read_summary
     from ..window.verdict import conclude, read_folder
 
     folder = Path(args.folder)
-    try:
-        plan, values = read_folder(folder)
-        summary = read_summary(folder) if (folder / FILE_NAME).exists() else None
-    except UsageError as error:
-        print(f"dsv41 decide: {error}", file=sys.stderr)
-        return 4
+    plan, values = read_folder(folder)
+    summary = read_summary(folder) if (folder / FILE_NAME).exists() else None
     outcome = conclude(plan, values, stopped=summary.stopped if summary else None)
     if args.json:
         print(json.dumps({"window_id": plan.window_id, **outcome.to_json()}, indent=2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib import resources
 from pathlib import Path
 
@@ -29,14 +28,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files; 0, or 4 when one of them exists (then nothing is written)."""
+    """Write the files.
+
+    Raises:
+        UsageError: one of them exists (then nothing is written), or the folder cannot be written.
+    """
     folder = Path(args.folder)
-    try:
-        written = _write(folder)
-    except UsageError as error:
-        print(f"dsv41 init: {error}", file=sys.stderr)
-        return 4
-    for path in written:
+    for path in _write(folder):
         print(f"wrote {one_line(str(path))}")
     print(f"run it: pytest --window={one_line(str(folder / 'window.toml'))}")
     return 0

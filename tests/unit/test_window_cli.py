@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from window_values import CELLS, plan_of, values_of
 
-from pytest_dsv41.cli import decide, init
+from pytest_dsv41.cli import main
 from pytest_dsv41.window.plan import Plan, make_plan
 from pytest_dsv41.window.spec import load_spec
 from pytest_dsv41.window.summary import Summary, write_summary
 
 
-def run(command: ModuleType, *words: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.configure(parser)
-    code: int = command.run(parser.parse_args(words))
-    return code
+def run(*words: str) -> int:
+    return main(list(words))
 
 
 # -- init ------------------------------------------------------------------------------------------
@@ -29,7 +24,7 @@ def run(command: ModuleType, *words: str) -> int:
 
 def test_init_writes_files_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "folder"
-    assert run(init, str(folder)) == 0
+    assert run("init", str(folder)) == 0
     assert sorted(path.name for path in folder.iterdir()) == ["target.toml", "window.toml"]
     assert (
         capsys.readouterr().out.splitlines()[-1] == f"run it: pytest --window={folder}/window.toml"
@@ -41,7 +36,7 @@ def test_init_writes_files_that_load(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_init_takes_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(init) == 0
+    assert run("init") == 0
     assert load_spec("window.toml").target.where == str(tmp_path / "target.toml")
 
 
@@ -50,7 +45,7 @@ def test_init_overwrites_nothing(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_text("mine")
-    assert run(init, str(tmp_path)) == 4
+    assert run("init", str(tmp_path)) == 4
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "mine"
     assert capsys.readouterr().err == (
@@ -62,7 +57,7 @@ def test_init_says_in_one_line_why_it_cannot_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert run(init, str(tmp_path / "file")) == 4
+    assert run("init", str(tmp_path / "file")) == 4
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -98,20 +93,20 @@ def test_decide_ends_with_the_windows_code_wherever_the_folder_lies(
     plan = plan_of(tmp_path)
     rows = values_of(plan, {("c1", "ms_per_round"): factor})
     folder = window_folder(tmp_path / "a", plan, rows)
-    assert run(decide, str(folder)) == code
+    assert run("decide", str(folder)) == code
     first = capsys.readouterr().out
     assert first.splitlines()[0] == f"window {plan.window_id}"
     assert first.splitlines()[-1] == f"{status} (exit {code})"
     assert ("promotion: arm c1, profile single, on decode-b1" in first) == (code == 0)
     moved = folder.rename(tmp_path / "elsewhere")
-    assert run(decide, str(moved)) == code
+    assert run("decide", str(moved)) == code
     assert capsys.readouterr().out == first
 
 
 def test_decide_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_of(tmp_path)
     rows = values_of(plan, {("c1", "ms_per_round"): 0.92})
-    assert run(decide, str(window_folder(tmp_path / "a", plan, rows)), "--json") == 0
+    assert run("decide", str(window_folder(tmp_path / "a", plan, rows)), "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["window_id"], told["status"]) == (plan.window_id, "CANDIDATE")
     assert told["decisions"]["c1"]["rule"] == "win2-v1"
@@ -123,7 +118,7 @@ def test_decide_knows_from_the_summary_that_the_window_was_stopped(
     plan = plan_of(tmp_path)
     folder = window_folder(tmp_path / "a", plan, values_of(plan))
     write_summary(folder, summary("INCOMPLETE", 12, "signal SIGTERM"))
-    assert run(decide, str(folder)) == 12
+    assert run("decide", str(folder)) == 12
     assert "missing: stopped: signal SIGTERM\n" in capsys.readouterr().out
 
 
@@ -133,7 +128,7 @@ def test_decide_points_at_a_summary_that_ended_otherwise(
     plan = plan_of(tmp_path)
     folder = window_folder(tmp_path / "a", plan, values_of(plan))
     write_summary(folder, summary("INCONCLUSIVE", 20))
-    assert run(decide, str(folder)) == 10
+    assert run("decide", str(folder)) == 10
     assert capsys.readouterr().out.splitlines()[-1] == (
         "the window itself ended as INCONCLUSIVE (exit 20), see its summary.json"
     )
@@ -158,7 +153,7 @@ def test_decide_tells_a_damaged_file_in_one_line(
         (folder / file).unlink()
     else:
         (folder / file).write_text(content)
-    assert run(decide, str(folder)) == 4
+    assert run("decide", str(folder)) == 4
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.count("\n") == 1

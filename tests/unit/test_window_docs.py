@@ -1,11 +1,15 @@
-"""The page on the window file: its examples load, and it names every key with its default."""
+"""The page on the window file and its JSON schema say what the reader does."""
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 from pydantic import BaseModel
 
@@ -75,3 +79,55 @@ def test_the_page_names_every_metric_and_kind() -> None:
     for word in (*module.METRICS, "candidate", "report", "admission", "adjacent", "bracket"):
         assert f"`{word}`" in TEXT
     assert "demo" in example_names()
+
+
+# -- the JSON schema for editors -------------------------------------------------------------------
+
+FOLDER = Path(module.__file__).parent
+SCHEMA: dict[str, Any] = json.loads((FOLDER / "schemas" / "window-v1.json").read_text())
+
+
+def tables() -> dict[str, dict[str, Any]]:
+    inside = SCHEMA["properties"]
+    return {
+        "[window]": inside["window"],
+        "[arms.NAME]": inside["arms"]["additionalProperties"],
+        "[[cells]]": inside["cells"]["items"],
+        "[limits]": inside["limits"],
+        "[variables.NAME]": inside["variables"]["additionalProperties"],
+    }
+
+
+@pytest.mark.parametrize(("title", "model"), TABLES)
+def test_the_schema_has_the_keys_of_the_reader(title: str, model: type[BaseModel]) -> None:
+    table = tables()[title]
+    assert table["additionalProperties"] is False
+    assert set(table["properties"]) == set(model.model_fields)
+    fields = model.model_fields.items()
+    needed = {name for name, field in fields if field.is_required()}
+    assert set(table.get("required", ())) == needed
+    for name, entry in table["properties"].items():
+        if "default" in entry:
+            assert entry["default"] == model.model_fields[name].get_default()
+
+
+def test_the_schema_has_the_tables_of_the_reader() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert set(SCHEMA["properties"]) == set(module._TOP)
+
+
+SHIPPED = [*sorted((FOLDER / "examples").glob("*.toml")), FOLDER / "templates" / "window.toml"]
+
+
+@pytest.mark.parametrize("text", [*BLOCKS, *(path.read_text() for path in SHIPPED)])
+def test_what_the_reader_accepts_fits_the_schema(text: str) -> None:
+    jsonschema.validate({"target": "target.toml", **tomllib.loads(text)}, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('role = "control"', 'role = "x"'), ("[limits]", "[limit]"), ("decision = true", "decison=1")],
+)
+def test_what_the_reader_refuses_does_not_fit_the_schema(old: str, new: str) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(tomllib.loads(BLOCKS[0].replace(old, new)), SCHEMA)
