@@ -56,8 +56,8 @@ class Listed:
 def list_windows(campaign: Path, *, lane: str | None = None) -> list[Listed]:
     """Return the windows that lie or are registered in `campaign`, of one lane or of all.
 
-    The oldest comes first. A folder without a summary is listed if it has a plan: its window runs, or was killed. With a
-    `lane` such a folder is listed when its name begins with the lane.
+    The oldest comes first. A folder without a summary is listed if it has a plan: its window runs,
+    or was killed. With a `lane` such a folder is listed when its name begins with the lane.
 
     Raises:
         UsageError: there is no such folder.

@@ -350,7 +350,8 @@ def _from_runner(data: dict[str, Any]) -> dict[str, Any]:
     They name the window by its folder, hold one decision, and give the production commit in one of
     two fields ("Control archive", row `commit`).
     """
-    identity = str(data.get("window") or data.get("tag") or data["folder"])
+    named = data.get("window")
+    identity = named if isinstance(named, str) and named else str(data["folder"])
     lane, _, rest = identity.partition("-")
     name = rest.partition("-W-")[0] or rest
     decision = data.get("decision")

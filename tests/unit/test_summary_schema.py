@@ -236,3 +236,13 @@ def test_an_unreadable_summary_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         read_summary(tmp_path)
+
+
+def test_the_page_about_files_names_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "files.md").read_text()
+    section = page.partition("\n## `summary.json`")[2].partition("\n## ")[0]
+    schema = json_schema()
+    for key in schema["properties"]:
+        assert f"`{key}`" in section, key
+    for status in STATUSES:
+        assert f"| `{status}` |" in section
