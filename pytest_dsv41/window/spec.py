@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -19,9 +19,11 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    create_model,
 )
 
 from ..errors import SpecError
+from ..measure.cell import Sampling
 from ..measure.metrics import METRICS
 from ..text import one_line
 from .schedule import (
@@ -304,7 +306,14 @@ class _Cell(_Table):
     expected_gain: Annotated[float, AfterValidator(_gain)] | None = None
     profile: Profile | None = None
     estimated_s: _Seconds | None = None
-    sampling: dict[str, bool | int | float | str] | None = None
+    sampling: dict[str, Any] | None = None
+
+
+# Keys and types are those of `Sampling`; left out, a key keeps the cell's own value.
+_SAMPLING_FIELDS: dict[str, Any] = {
+    name: (hint | None, None) for name, hint in get_type_hints(Sampling).items()
+}
+_Sampling = create_model("_Sampling", __base__=_Table, **_SAMPLING_FIELDS)
 
 
 class _Limits(Limits):
@@ -328,6 +337,7 @@ _WANTED = {
     "bool_type": "true or false",
     "list_type": "an array",
     "dict_type": "a table",
+    "mapping_type": "a table",
 }
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -355,9 +365,6 @@ def _parse(model: type[_Model], value: Any, source: Source, path: KeyPath) -> _M
             what = f"unknown value {shown(fault['input'])}{choices(str(fault['input']), valid)}"
         elif kind == "value_error":
             what = str(fault["ctx"]["error"])
-        elif model is _Cell and key[0] == "sampling" and len(key) > 1:
-            at = (*at, str(key[1]))
-            what = f"expected a number, a string, true or false, got {shown(fault['input'])}"
         else:
             # A longer location names an array's element or a table's key.
             at = (*path, *key)
@@ -589,8 +596,17 @@ class _Reader:
             cell = _parse(_Cell, table, self._source, ("cells", position))
             if any(other.name == cell.name for other in cells):
                 self._fail(("cells", position, "name"), f"cell '{cell.name}' is listed twice")
+            if cell.sampling is not None:
+                self._check_sampling(cell.sampling, ("cells", position, "sampling"))
             cells.append(cell)
         return cells
+
+    def _check_sampling(self, sampling: dict[str, Any], key: KeyPath) -> None:
+        _parse(_Sampling, sampling, self._source, key)
+        try:
+            Sampling(**sampling)
+        except ValueError as error:
+            self._fail(key, one_line(str(error)))
 
     # -- schedule ----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tomllib
@@ -13,6 +14,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
+from pytest_dsv41.measure.cell import Sampling
 from pytest_dsv41.window import spec as module
 from pytest_dsv41.window.spec import Limits, example_names, load_spec
 
@@ -76,6 +78,8 @@ def test_the_page_says_which_keys_are_required(title: str, model: type[BaseModel
 
 
 def test_the_page_names_every_metric_and_kind() -> None:
+    for field in dataclasses.fields(Sampling):
+        assert f"`{field.name}`" in section("[[cells]]")
     for word in (*module.METRICS, "candidate", "report", "admission", "adjacent", "bracket"):
         assert f"`{word}`" in TEXT
     assert "demo" in example_names()
@@ -114,6 +118,8 @@ def test_the_schema_has_the_keys_of_the_reader(title: str, model: type[BaseModel
 def test_the_schema_has_the_tables_of_the_reader() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert set(SCHEMA["properties"]) == set(module._TOP)
+    sampling = tables()["[[cells]]"]["properties"]["sampling"]["properties"]
+    assert list(sampling) == [field.name for field in dataclasses.fields(Sampling)]
 
 
 SHIPPED = [*sorted((FOLDER / "examples").glob("*.toml")), FOLDER / "templates" / "window.toml"]

@@ -489,8 +489,24 @@ REFUSED = {
     "sampling of another type": (
         '"prefill-b1"',
         '"prefill-b1"\nsampling = {temperature = [1]}',
-        "w.toml:23: cells[1].sampling.temperature: expected a number, a string, true or false, "
-        "got an array",
+        "w.toml:23: cells[1].sampling.temperature: expected a number, got an array",
+    ),
+    "sampling out of range": (
+        '"prefill-b1"',
+        '"prefill-b1"\nsampling = {temperature = -1}',
+        "w.toml:23: cells[1].sampling: temperature -1: valid: 0 to 10",
+    ),
+    "sampling of an unknown value": (
+        '"prefill-b1"',
+        '"prefill-b1"\n[cells.sampling]\ncache = "hot"',
+        "w.toml:24: cells[1].sampling.cache: unknown value 'hot'; valid: cold, warm, any",
+    ),
+    "sampling of an unknown key": (
+        '"prefill-b1"',
+        '"prefill-b1"\nsampling = {temprature = 1}',
+        "w.toml:23: cells[1].sampling.temprature: unknown key; did you mean 'temperature'?; "
+        "valid: temperature, top_p, top_k, thinking, chat_template_kwargs, priority, ignore_eos, "
+        "cache, logprobs",
     ),
     "unset variable": (
         "[limits]",
