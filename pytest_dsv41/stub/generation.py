@@ -27,6 +27,8 @@ class Answer(Protocol):
     ask: Ask
     shaper: Shaper
     done_mark: bool
+    seals: bool
+    ping_seconds: int
 
     def begin(self, job: Job, request_id: str) -> None:
         """Take the job the engine made."""
@@ -36,6 +38,9 @@ class Answer(Protocol):
 
     def events(self, step: Step) -> list[Event]:
         """Return the events of one step."""
+
+    def seal(self, events: list[Event]) -> list[Event]:
+        """Complete the last step's events with what is known once it is recorded."""
 
     def tail(self) -> list[Event]:
         """Return what follows the finish."""
@@ -120,11 +125,18 @@ class _Run:
                 when = at[self.count]
             step = engine.next_step(job)
             events = self._tell(step)
-            packets = stream.frame(events) if stream is not None else []
+            # llama.cpp's last events tell their own time: they are framed when it is recorded.
+            early = step.finish is None or not self.answer.seals
+            packets = stream.frame(events) if stream is not None and early else []
             yield from self._until(when)
             stamp = time.monotonic()
+            if not early:
+                engine.record(job, step, stamp)
+                events = self.answer.seal(events)
+                packets = stream.frame(events) if stream is not None else []
             later = stream.write_now(packets) if stream is not None else []
-            engine.record(job, step, stamp)
+            if early:
+                engine.record(job, step, stamp)
             if self.answer.shaper.failed:
                 engine.leave(job, "error")
             elif step.finish is not None:
@@ -178,8 +190,10 @@ class _Run:
         yield from self.write(self.answer.shaper.step([role]))
 
     def _until(self, when: float) -> Generator[Wait, None, None]:
-        if self.stream is not None and "ping" in self.faults:
+        distance: float = self.answer.ping_seconds
+        if "ping" in self.faults:
             distance = self.faults.seconds("ping")
+        if self.stream is not None and distance > 0:
             while (next_ping := time.monotonic() + distance) < when:
                 yield next_ping
                 self.stream.ping()

@@ -208,6 +208,9 @@ def make_profile(
         raise SpecError(f"{prefix}host = {profile.host!r}; valid: a loopback address")
     if profile.engine == "llamacpp" and "version" not in checked and profile.version == "0.33.0":
         profile = profile._replace(version="b11434")
+    if profile.engine == "llamacpp" and "block_size" not in checked and profile.block_size == 16:
+        # llama.cpp reuses a prompt token by token, not by blocks.
+        profile = profile._replace(block_size=1)
     return profile
 
 

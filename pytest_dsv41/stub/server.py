@@ -21,6 +21,8 @@ from pytest_dsv41.stub.faults import NONE, Faults, faults_of
 from pytest_dsv41.stub.faults import parse as parse_faults
 from pytest_dsv41.stub.http import BadRequest, Request, dumps, read_request, respond
 from pytest_dsv41.stub.language import encode
+from pytest_dsv41.stub.llamacpp import LlamaCpp
+from pytest_dsv41.stub.llamacpp_metrics import LlamaLedger
 from pytest_dsv41.stub.loop import Connection, Gate, Loop, Task, Wait
 from pytest_dsv41.stub.profile import Profile
 from pytest_dsv41.stub.truth import Truth
@@ -48,11 +50,19 @@ class Server:
         self._refusals: dict[str, int] = {}
         self._scrapes = 0
         parse_faults(profile.fault)
-        self.ledger = VllmLedger(profile, self.wall, self._later)
+        self.ledger: VllmLedger | LlamaLedger
+        self.api: Vllm | LlamaCpp
+        self._other_process: VllmLedger | LlamaLedger
+        if profile.engine == "vllm":
+            self.ledger = vllm = VllmLedger(profile, self.wall, self._later)
+            self._other_process = VllmLedger(profile, self.wall, self._later)
+            self.api = Vllm(self, vllm)
+        else:
+            self.ledger = llama = LlamaLedger(profile, self._later)
+            self._other_process = LlamaLedger(profile, self._later)
+            self.api = LlamaCpp(self, llama)
         self.engine = Engine(profile, self.ledger)
         self.ledger.engine = self.engine
-        self.api = Vllm(self, self.ledger)
-        self._other_process = VllmLedger(profile, self.wall, self._later)
         self._own = {
             ("POST", "/stub/faults"): self._set_faults,
             ("POST", "/stub/restart"): self._restart,
@@ -175,18 +185,22 @@ class Server:
         self._refusals[key] = left - 1
         return left > 0
 
+    def set_faults(self, texts: tuple[str, ...]) -> None:
+        """Let these faults hold for every request from now on. UsageError names a wrong one."""
+        parse_faults(texts)
+        self._refusals.clear()
+        self._always = texts
+
     def _set_faults(self, connection: Connection, request: Request) -> None:
         """POST /stub/faults {"faults": [...]}: the faults that hold for every request from now."""
         try:
             texts = request.json().get("faults", [])
             if not isinstance(texts, list):
                 raise BadRequest("faults must be a list of texts")
-            parse_faults(map(str, texts))
+            self.set_faults(tuple(map(str, texts)))
         except (BadRequest, UsageError) as error:
             self.api.error(connection, 400, str(error))
             return
-        self._always = tuple(map(str, texts))
-        self._refusals.clear()
         respond(connection, 200, dumps({"faults": list(self._always)}))
 
     def _tell_truth(self, connection: Connection, _request: Request) -> None:
@@ -246,7 +260,7 @@ class Server:
         """Return the text of /metrics, as its faults have it."""
         ledger = self.ledger
         if not faults:
-            return ledger.registry.text()
+            return ledger.text()
         if "metrics-garbage" in faults:
             return "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine= 0\n"
         if "metrics-two-engines" in faults:
@@ -255,9 +269,9 @@ class Server:
             ledger.reset()
         self._scrapes += 1
         if "metrics-alternate" in faults and self._scrapes % 2 == 0:
-            return self._other_process.registry.text()
+            return self._other_process.text()
         missing = [] if "metrics-missing" not in faults else [str(faults.text("metrics-missing"))]
-        text = ledger.registry.text(created="metrics-no-created" not in faults, without=missing)
+        text = ledger.text(created="metrics-no-created" not in faults, without=missing)
         for name, value in (("metrics-nan", "NaN"), ("metrics-inf", "+Inf")):
             if name in faults:
                 text = _with_value(text, str(faults.text(name)), value)

@@ -167,6 +167,8 @@ class Shaper:
             return [event._replace(kind="token")]
         if "finish-own" not in faults:
             return [event]
+        if event.tokens == 0:
+            return [event._replace(wait=faults.seconds("finish-own"))]
         reason = choice["finish_reason"]
         tokens = {**body, "choices": [{**choice, "finish_reason": None}]}
         for key in ("stop_reason", "weight_versions"):
@@ -194,7 +196,7 @@ class Shaper:
             body["usage"] = None
             return
         usage = body.get("usage")
-        if not usage:
+        if not usage or self.usage not in ("nonmonotonic", "delta"):
             return
         count = usage["completion_tokens"]
         if self.usage == "nonmonotonic" and self._told % 3 == 2:

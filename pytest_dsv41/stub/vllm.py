@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytest_dsv41.stub.chat import encode_beside, integer, real, render_chat, token_list
 from pytest_dsv41.stub.engine import Ask, Job, Step
 from pytest_dsv41.stub.faults import Faults
 from pytest_dsv41.stub.generation import generate
 from pytest_dsv41.stub.http import BadRequest, Request, dumps, respond
-from pytest_dsv41.stub.language import EOS, VOCABULARY, Choice, decode, encode, token_bytes
+from pytest_dsv41.stub.language import Choice, decode, token_bytes
 from pytest_dsv41.stub.loop import Connection, Wait
 from pytest_dsv41.stub.metrics import CONTENT_TYPE
 from pytest_dsv41.stub.profile import Profile
@@ -21,35 +21,9 @@ from pytest_dsv41.stub.wire import Event
 if TYPE_CHECKING:
     from pytest_dsv41.stub.server import Server
 
-__all__ = ["Vllm", "render_chat"]
+__all__ = ["Vllm"]
 
-_LONG_BODY = 64 << 10
 _ERROR_TYPES = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
-
-
-def render_chat(body: dict[str, Any], *, generate: bool = True) -> str:
-    """Return the prompt text of a chat: the stub's template over `messages`."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages must be a list with at least one message")
-    parts = []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRequest("a message must have a role")
-        content = message.get("content") or ""
-        if isinstance(content, list):
-            content = "".join(
-                str(part.get("text", "")) for part in content if isinstance(part, dict)
-            )
-        parts.append(f"<|{message['role']}|>{content}\n")
-    if generate:
-        parts.append("<|assistant|>")
-        options = body.get("chat_template_kwargs") or {}
-        if isinstance(options, dict) and options:
-            # Template switches are part of the prompt, as they are in a real template.
-            switches = ",".join(f"{key}={options[key]}" for key in sorted(options))
-            parts.append(f"<|{switches}|>")
-    return "".join(parts)
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
@@ -184,7 +158,7 @@ class Vllm:
             if not isinstance(prompt, str):
                 raise BadRequest("prompt must be a string")
             text = prompt
-        tokens = yield from self._encode(text)
+        tokens = yield from encode_beside(self.server.loop, text)
         extra = request.faults.count("tokenize-count") if "tokenize-count" in request.faults else 0
         strings = [decode([token]) for token in tokens] if body.get("return_token_strs") else None
         answer = {
@@ -199,7 +173,7 @@ class Vllm:
         """The text of token ids."""
         body = request.json()
         self._check_model(body)
-        respond(connection, 200, dumps({"prompt": decode(_token_list(body.get("tokens")))}))
+        respond(connection, 200, dumps({"prompt": decode(token_list(body.get("tokens")))}))
 
     # ---- generation ------------------------------------------------------------------------
 
@@ -211,16 +185,16 @@ class Vllm:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            tokens = yield from self._encode(prompt)
+            tokens = yield from encode_beside(self.server.loop, prompt)
         else:
-            tokens = _token_list(prompt)
-        top = _whole(body, "logprobs", -1, low=0)
+            tokens = token_list(prompt)
+        top = integer(body, "logprobs", -1, low=0)
         if top > self.profile.max_logprobs:
             raise BadRequest(
                 f"Requested sample logprobs of {top}, which is greater than max allowed: "
                 f"{self.profile.max_logprobs}"
             )
-        limit = _whole(body, "max_tokens", 16, low=0) or 1
+        limit = integer(body, "max_tokens", 16, low=0) or 1
         ask = self._ask(body, tokens, limit, natural=False, top=top)
         writer = Writer(self, body, ask, top, request.faults, chat=False)
         yield from self._answer(connection, request, body, writer)
@@ -229,10 +203,10 @@ class Vllm:
         """POST /v1/chat/completions."""
         body = request.json()
         self._check_model(body)
-        tokens = yield from self._encode(render_chat(body))
+        tokens = yield from encode_beside(self.server.loop, render_chat(body))
         top = -1
         if body.get("logprobs"):
-            top = _whole(body, "top_logprobs", 0, low=0)
+            top = integer(body, "top_logprobs", 0, low=0)
         if top > self.profile.max_logprobs:
             raise BadRequest(
                 f"Requested sample logprobs of {top}, which is greater than max allowed: "
@@ -241,21 +215,10 @@ class Vllm:
         room = max(1, self.profile.max_model_len - len(tokens))
         asked = body.get("max_completion_tokens", body.get("max_tokens"))
         key = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-        limit = room if asked is None else _whole(body, key, 16, low=1)
+        limit = room if asked is None else integer(body, key, 16, low=1)
         ask = self._ask(body, tokens, limit, natural=asked is None, top=top)
         writer = Writer(self, body, ask, top, request.faults, chat=True)
         yield from self._answer(connection, request, body, writer)
-
-    def _encode(self, text: str) -> Generator[Wait, None, list[int]]:
-        if len(text) < _LONG_BODY:
-            return encode(text)
-        # A long document must not hold up the streams beside it.
-        gate = self.server.loop.in_thread(lambda: encode(text))
-        yield gate
-        tokens, error = gate.value
-        if error is not None:
-            raise BadRequest(str(error), 500)
-        return list(tokens)
 
     def _check_model(self, body: dict[str, Any]) -> None:
         name = body.get("model", self.profile.model)
@@ -267,7 +230,7 @@ class Vllm:
     ) -> Ask:
         if not tokens:
             raise BadRequest("the prompt has no tokens")
-        if _whole(body, "n", 1, low=1) != 1:
+        if integer(body, "n", 1, low=1) != 1:
             raise BadRequest("n must be 1")
         if body.get("stream") and body.get("prompt_logprobs") is not None:
             raise BadRequest("`prompt_logprobs` are not available when `stream=True`.")
@@ -284,13 +247,13 @@ class Vllm:
         return Ask(
             prompt=tokens,
             max_tokens=limit,
-            temperature=_real(body, "temperature", 1.0),
-            top_p=_real(body, "top_p", 1.0),
-            top_k=max(0, _whole(body, "top_k", 0, low=-1)),
+            temperature=real(body, "temperature", 1.0),
+            top_p=real(body, "top_p", 1.0),
+            top_k=max(0, integer(body, "top_k", 0, low=-1)),
             seed=seed,
             ignore_eos=bool(body.get("ignore_eos")),
-            min_tokens=_whole(body, "min_tokens", 0, low=0),
-            priority=_whole(body, "priority", 0, low=-(2**31)),
+            min_tokens=integer(body, "min_tokens", 0, low=0),
+            priority=integer(body, "priority", 0, low=-(2**31)),
             salt=str(body.get("cache_salt") or ""),
             want_top=top >= 0,
             natural_end=natural,
@@ -307,6 +270,8 @@ class Writer:
     """Makes the JSON of one answer: its events when streamed, its whole body otherwise."""
 
     done_mark = True
+    seals = False
+    ping_seconds = 0
 
     def __init__(
         self,
@@ -452,6 +417,10 @@ class Writer:
             delta["content"] = decode(said)
             self.texts.append(delta["content"])
         return delta
+
+    def seal(self, events: list[Event]) -> list[Event]:
+        """Nothing in vLLM's events waits for the record of the step."""
+        return events
 
     def tail(self) -> list[Event]:
         """Return what follows the finish event: usage when asked for, and the end mark."""
@@ -609,29 +578,3 @@ class Writer:
         entry = one(choice.token, choice.logprob)
         entry["top_logprobs"] = [one(*pair) for pair in self._ranked(choice)[: self.top]]
         return entry
-
-
-def _whole(body: dict[str, Any], name: str, default: int, *, low: int) -> int:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise BadRequest(f"{name} must be a whole number, at least {low}, got {json.dumps(value)}")
-    return value
-
-
-def _real(body: dict[str, Any], name: str, default: float) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise BadRequest(f"{name} must be a number, at least 0, got {json.dumps(value)}")
-    return float(value)
-
-
-def _token_list(value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(
-        type(token) is int and EOS <= token < VOCABULARY for token in value
-    ):
-        raise BadRequest(f"expected text or a list of token ids below {VOCABULARY}")
-    return list(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pytest_dsv41.stub.engine import Engine, Job, Step
 from pytest_dsv41.stub.metrics import Counter, Gauge, Histogram, Registry
@@ -134,6 +134,10 @@ class VllmLedger:
         self.registry = registry
         for index in range(self.engines):
             self._begin(index)
+
+    def text(self, *, created: bool = True, without: Iterable[str] = ()) -> str:
+        """Return the exposition."""
+        return self.registry.text(created=created, without=without)
 
     def add_engine(self) -> None:
         """Print a second engine from now on (its counters start at zero)."""

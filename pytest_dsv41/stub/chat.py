@@ -1,0 +1,79 @@
+"""What both dialects read alike: chats, token ids, numbers; and long texts beside the loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from typing import Any
+
+from pytest_dsv41.stub.http import BadRequest
+from pytest_dsv41.stub.language import EOS, VOCABULARY, encode
+from pytest_dsv41.stub.loop import Loop, Wait
+
+__all__ = ["encode_beside", "integer", "real", "render_chat", "token_list"]
+
+_LONG_TEXT = 64 << 10
+
+
+def render_chat(body: dict[str, Any], *, generate: bool = True) -> str:
+    """Return the prompt text of a chat: the stub's template over `messages`."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list with at least one message")
+    parts = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRequest("a message must have a role")
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            content = "".join(str(p.get("text", "")) for p in content if isinstance(p, dict))
+        parts.append(f"<|{message['role']}|>{content}\n")
+    if generate:
+        parts.append("<|assistant|>")
+        options = body.get("chat_template_kwargs") or {}
+        if isinstance(options, dict) and options:
+            # Template switches are part of the prompt, as they are in a real template.
+            switches = ",".join(f"{key}={options[key]}" for key in sorted(options))
+            parts.append(f"<|{switches}|>")
+    return "".join(parts)
+
+
+def encode_beside(loop: Loop, text: str) -> Generator[Wait, None, list[int]]:
+    """Return the token ids of `text`; a long one must not hold up the streams beside it."""
+    if len(text) < _LONG_TEXT:
+        return encode(text)
+    gate = loop.in_thread(lambda: encode(text))
+    yield gate
+    tokens, error = gate.value
+    if error is not None:
+        raise BadRequest(str(error), 500)
+    return list(tokens)
+
+
+def integer(body: dict[str, Any], name: str, default: int, *, low: int) -> int:
+    """Return a whole number of the body; BadRequest when it is none, or below `low`."""
+    value = body.get(name)
+    if value is None or value is False:
+        return default
+    if value is True or not isinstance(value, int) or value < low:
+        raise BadRequest(f"{name} must be a whole number, at least {low}, got {json.dumps(value)}")
+    return value
+
+
+def real(body: dict[str, Any], name: str, default: float) -> float:
+    """Return a number of the body that is not negative; BadRequest when it is none."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise BadRequest(f"{name} must be a number, at least 0, got {json.dumps(value)}")
+    return float(value)
+
+
+def token_list(value: Any) -> list[int]:
+    """Return `value`, a list of token ids of the vocabulary; BadRequest when it is none."""
+    if not isinstance(value, list) or not all(
+        type(token) is int and EOS <= token < VOCABULARY for token in value
+    ):
+        raise BadRequest(f"expected text or a list of token ids below {VOCABULARY}")
+    return list(value)
