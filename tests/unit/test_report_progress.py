@@ -79,7 +79,7 @@ def drain(stream: io.StringIO) -> str:
     return text
 
 
-@pytest.mark.parametrize("rows", [3, 4, 24])
+@pytest.mark.parametrize("rows", [2, 3, 24])
 def test_pytests_line_is_left_alone_also_on_the_last_row(rows: int, clock: Clock) -> None:
     screen, stream = Screen(rows), io.StringIO()
     progress = Progress(stream, live=True, clock=clock)
