@@ -244,14 +244,19 @@ _NOT_THE_RESULT = (
 def _digest(plan: Plan) -> str:
     spec = {key: value for key, value in plan.spec.items() if key not in _NOT_THE_RESULT}
     spec["target"] = {key: spec["target"][key] for key in ("kind", "table")}
+    spec["cells"] = [_without_estimate(use) for use in spec["cells"]]
     matters = {
         "seed": plan.seed,
         "spec": spec,
         "starts": [start.model_dump() for start in plan.starts],
         "items": [dataclasses.asdict(item) for item in plan.items],
-        "cells": plan.cells,
+        "cells": {name: _without_estimate(cell) for name, cell in plan.cells.items()},
     }
     return hashlib.sha256(dump_json(matters).encode()).hexdigest()
+
+
+def _without_estimate(cell: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in cell.items() if key != "estimated_s"}
 
 
 def _seed_of(window_id: str) -> int:

@@ -36,6 +36,7 @@ __all__ = [
 MAX_BYTES = 1 << 20
 _MAX_DEPTH = 32
 _INT64 = 1 << 63
+_NAMES_SHOWN = 40
 
 KeyPath = tuple[str | int, ...]
 """Keys and array positions from the top of the file: `("cells", 0, "primary")`."""
@@ -84,9 +85,12 @@ def shown(value: Any) -> str:
 
 def choices(word: str, valid: Collection[str]) -> str:
     """Return `; did you mean 'x'?; valid: …` for a name that is none of `valid`."""
-    close = difflib.get_close_matches(word[:80], list(valid), n=1, cutoff=0.6)
+    names = list(valid)
+    close = difflib.get_close_matches(word[:80], names, n=1, cutoff=0.6)
     hint = f"; did you mean '{close[0]}'?" if close else ""
-    return f"{hint}; valid: {', '.join(valid) if valid else 'none'}"
+    listed = ", ".join(names[:_NAMES_SHOWN]) or "none"
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{hint}; valid: {listed}{more}"
 
 
 @dataclasses.dataclass(frozen=True)

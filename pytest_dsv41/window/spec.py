@@ -53,6 +53,8 @@ MIN_REPEATS = 3
 MAX_DECISION_CELLS = 2
 MAX_ITEMS = 100_000
 _MAX_REPEATS = 10_000
+_MAX_TABLES = 256
+"""Most arms, and most cells: what a person could still read."""
 _MAX_SEED = (1 << 31) - 1
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -568,6 +570,8 @@ class _Reader:
         tables = self._values.get("arms", {})
         if not isinstance(tables, dict):
             self._fail(("arms",), "expected tables [arms.NAME], got an array")
+        if len(tables) > _MAX_TABLES:
+            self._fail(("arms",), f"{len(tables)} arms; at most {_MAX_TABLES}")
         arms: dict[str, _Arm] = {}
         for name, table in tables.items():
             try:
@@ -591,6 +595,8 @@ class _Reader:
             self._fail(("cells",), f"expected tables [[cells]], got {shown(tables)}")
         if not tables:
             self._fail(("cells",), "no cell; at least one [[cells]] is needed")
+        if len(tables) > _MAX_TABLES:
+            self._fail(("cells",), f"{len(tables)} cells; at most {_MAX_TABLES}")
         cells: list[_Cell] = []
         for position, table in enumerate(tables):
             cell = _parse(_Cell, table, self._source, ("cells", position))
@@ -629,8 +635,9 @@ class _Reader:
             starts = name_starts(tokens, by_token)
         except ValueError as error:
             self._fail(key, str(error))
+        started = {start.arm for start in starts}
         for name in arms:
-            if all(start.arm != name for start in starts):
+            if name not in started:
                 self._fail(
                     ("arms", name),
                     f"never started; the schedule '{one_line(window.schedule, 60)}' has neither "

@@ -42,7 +42,9 @@ def test_the_digest_holds_what_matters_and_nothing_else(tmp_path: Path) -> None:
 
     assert len(plan.digest) == 64
     same = window_text().replace('hypothesis = "h"', 'hypothesis = "other words"')
-    assert digest(same, window_id="L-w-W-2") == plan.digest
+    same = same.replace('name = "prefill-b1"', 'name = "prefill-b1"\nestimated_s = 9')
+    slow = {name: {**cell, "estimated_s": 99.0} for name, cell in CELLS.items()}
+    assert digest(same, window_id="L-w-W-2", cells=slow) == plan.digest
     for text in (
         window_text(repeats="4"),
         window_text(more='pairing = "none"'),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_dsv41.errors import SpecError
-from pytest_dsv41.window.source import MAX_BYTES, KeyPath, dotted, read_toml
+from pytest_dsv41.window.source import MAX_BYTES, KeyPath, choices, dotted, read_toml
 
 TEXT = """\
 a.b."c d" = 1
@@ -191,3 +191,10 @@ def test_only_a_readable_regular_file_is_read(tmp_path: Path) -> None:
 def test_key_paths_are_shown_as_a_file_writes_them() -> None:
     assert dotted(("cells", 0, "primary")) == "cells[0].primary"
     assert dotted(("arms", "a b", "args", 2)) == "arms.'a b'.args[2]"
+
+
+def test_valid_names_are_listed_and_a_near_one_is_named_first() -> None:
+    assert choices("cold", ["hot", "colt"]) == "; did you mean 'colt'?; valid: hot, colt"
+    assert choices("x", []) == "; valid: none"
+    many = [f"n{number}" for number in range(50)]
+    assert choices("x", many).endswith("n38, n39 and 10 more")

@@ -604,6 +604,14 @@ def test_names_of_starts_must_not_collide(tmp_path: Path) -> None:
 def test_the_whole_window_is_bounded(tmp_path: Path) -> None:
     many = edited("repeats = 3", "repeats = 10_000").replace("K/I/K/I", "/".join(["K/I"] * 20))
     assert message(tmp_path, many) == "w.toml:6: window.repeats: 800000 items; at most 100000"
+    cells = "".join(f'[[cells]]\nname = "c{n}"\n' for n in range(255))
+    assert message(tmp_path, edited("[limits]", cells + "[limits]")) == (
+        "w.toml:15: cells: 257 cells; at most 256"
+    )
+    arms = "".join(f'[arms.c{n}]\nrole = "candidate"\n' for n in range(255))
+    assert message(tmp_path, edited("[limits]", arms + "[limits]")) == (
+        "w.toml:8: arms: 257 arms; at most 256"
+    )
     long = edited("K/I/K/I", "/".join(["K"] * 10_001))
     assert message(tmp_path, long) == "w.toml:5: window.schedule: 10001 starts; at most 10000"
 
