@@ -175,7 +175,9 @@ def _windows(campaign: Path, lane: str, prefix: str | None) -> Iterator[_Window]
 
 
 def _counts(status: str, kind: str, name: str) -> tuple[bool, str]:
-    kinds = {kind.lower(), *re.split(r"[-_.]", name.lower())} & NEVER_COUNTED
+    # An old summary has no kind: then its name tells.
+    words = {kind.lower()} if kind else set(re.split(r"[-_.]", name.lower()))
+    kinds = words & NEVER_COUNTED
     if kinds:
         return False, f"{min(kinds)} windows never count"
     if status not in COUNTED:

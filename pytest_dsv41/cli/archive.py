@@ -1,0 +1,396 @@
+"""`dsv41 archive`: head, append, verify, query, spread, plot and migrate of a control archive.
+
+Exit codes: 0 done or valid, 1 the archive is not what it should be (verify: a finding; migrate:
+it cannot be done), 4 wrong use or a refused row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..text import one_line
+
+__all__ = ["HELP", "configure", "run"]
+
+HELP = "the control archive: head, append, verify, query, spread, plot, migrate"
+
+_FILTERS = {
+    "window": str,
+    "cell": str,
+    "metric": str,
+    "start": str,
+    "repeat": int,
+    "max_tokens": int,
+    "clock_cap_mhz": int,
+    "commit": str,
+    "prompt_sha256": str,
+    "date": str,
+    "clock_source": str,
+}
+_FLAGS = {"clock_cap_mhz": "--clock", "prompt_sha256": "--prompt", "max_tokens": "--max-tokens"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands and their arguments."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, text: str, work: Any) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(work=work)
+        return sub
+
+    head = action("head", "row count and head sha256, as JSON: a checkpoint", _head)
+    _archive(head)
+
+    append = action("append", "append the finished control starts of window folders", _append)
+    append.add_argument("folder", metavar="WINDOW", nargs="+", help="a window's folder")
+    append.add_argument(
+        "--archive",
+        metavar="FILE",
+        help="default: control-archive.jsonl of the window's campaign, else beside its folder",
+    )
+    _clock(append)
+
+    verify = action(
+        "verify", "verify the chain, and with checkpoints that nothing is missing", _verify
+    )
+    _archive(verify)
+    verify.add_argument(
+        "--checkpoints",
+        metavar="PATH",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="summary.json files, files of heads, or campaign folders",
+    )
+    verify.add_argument(
+        "--fields", action="store_true", help="check every field and key of every row too (slower)"
+    )
+    verify.add_argument("--json", action="store_true", help="print a JSON object")
+
+    query = action("query", "rows that match, as CSV, JSON, JSON lines or Parquet", _query)
+    _archive(query)
+    _filters(query)
+    query.add_argument(
+        "--format", choices=("csv", "json", "jsonl", "parquet"), help="default: csv, or by --out"
+    )
+    query.add_argument("--out", metavar="FILE", help="write to FILE (parquet needs it)")
+
+    spread = action("spread", "spreads of a cell's metric, one per definition", _spread)
+    _archive(spread)
+    _filters(spread, required=("cell", "metric"))
+    spread.add_argument("--json", action="store_true", help="print a JSON array")
+
+    plot = action("plot", "a metric over time per definition, with control limits and drift", _plot)
+    _archive(plot)
+    _filters(plot, required=("cell", "metric"))
+    plot.add_argument("--out", metavar="FILE.svg", help="write the plot; without it the text alone")
+
+    migrate = action(
+        "migrate", "rebuild a v1 or v3 archive as v4; a dry run without --apply", _migrate
+    )
+    _archive(migrate)
+    migrate.add_argument(
+        "--windows",
+        metavar="DIR",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="window folders or campaign folders that prove what old rows lack",
+    )
+    migrate.add_argument(
+        "--prompts", metavar="FILE", help='v3: JSON {"<window>": {"<cell>": "<prompt sha256>"}}'
+    )
+    _clock(migrate)
+    migrate.add_argument("--apply", action="store_true", help="replace the file, keep the old copy")
+    migrate.add_argument("--json", action="store_true", help="print a JSON object")
+
+
+def _archive(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "archive",
+        metavar="ARCHIVE",
+        nargs="?",
+        default="dsv41-windows/control-archive.jsonl",
+        help="the archive's file (default: %(default)s)",
+    )
+
+
+def _clock(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--clock-log", metavar="FILE", help="'<UTC> <MHz>' lines, for starts without a start log"
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="N",
+        type=int,
+        default=2,
+        help="hosts whose clock cap a start log must prove (default: %(default)s)",
+    )
+
+
+def _filters(parser: argparse.ArgumentParser, required: tuple[str, ...] = ()) -> None:
+    for field, kind in _FILTERS.items():
+        flag = _FLAGS.get(field, f"--{field.replace('_', '-')}")
+        if field in required:
+            parser.add_argument(flag, dest=f"where_{field}", metavar=field.upper(), required=True)
+        else:
+            parser.add_argument(
+                flag,
+                dest=f"where_{field}",
+                metavar=field.upper(),
+                type=kind,
+                action="append",
+                help="may be given again: any of them",
+            )
+
+
+def _where(args: argparse.Namespace) -> dict[str, Any]:
+    given = {field: getattr(args, f"where_{field}") for field in _FILTERS}
+    return {
+        field: value[0] if isinstance(value, list) and len(value) == 1 else value
+        for field, value in given.items()
+        if value is not None
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen action and return its exit code."""
+    code: int = args.work(args)
+    return code
+
+
+def _existing(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"{path}: there is no such archive")
+    return path
+
+
+def _head(args: argparse.Namespace) -> int:
+    from ..archive import archive_head
+
+    print(json.dumps(archive_head(_existing(args.archive)).to_dict()))
+    return 0
+
+
+def _archive_of(folder: Path) -> Path:
+    """Return where a window's control rows belong: its campaign's archive."""
+    try:
+        campaign = json.loads((folder / "target.json").read_bytes()).get("campaign")
+    except (OSError, ValueError, AttributeError):
+        campaign = None
+    root = Path(campaign) if isinstance(campaign, str) else folder.resolve().parent
+    return root / "control-archive.jsonl"
+
+
+def _append(args: argparse.Namespace) -> int:
+    from ..archive.history import backfill
+
+    for name in args.folder:
+        folder = Path(name)
+        archive = Path(args.archive) if args.archive else _archive_of(folder)
+        done = backfill(archive, [folder], clock_log=args.clock_log, hosts=args.hosts)
+        for window, rows, new in done.windows:
+            print(one_line(f"{window}: {rows} control rows, {new} new, in {archive}", 500))
+        for reason in done.refused:
+            print(one_line(f"  left out: {reason}", 500))
+        print(f"head: {done.head.rows} rows, {done.head.sha256}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ..archive.verify import read_checkpoints, verify_archive
+
+    points = read_checkpoints(args.checkpoints, args.archive)
+    found = verify_archive(args.archive, points, fields=args.fields)
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0 if found.ok else 1
+    if found.ok:
+        print(
+            f"VALID: {one_line(found.path, 300)}: {found.head.rows} rows, head {found.head.sha256},"
+            f" {found.checkpoints} checkpoint(s)"
+        )
+    else:
+        print(
+            f"BROKEN: {one_line(found.path, 300)}: the chain holds for {found.head.rows} rows, "
+            f"{found.checkpoints} checkpoint(s)"
+        )
+    for finding in found.findings:
+        print(f"  {one_line(finding.message, 500)}")
+    for note in found.notes:
+        print(f"  note: {one_line(note, 500)}")
+    return 0 if found.ok else 1
+
+
+def _query(args: argparse.Namespace) -> int:
+    from ..archive import iter_rows
+    from ..archive.export import FORMATS, write_parquet, write_text
+
+    ending = Path(args.out).suffix[1:] if args.out else ""
+    form = args.format or (ending if ending in FORMATS else "csv")
+    rows = iter_rows(_existing(args.archive), _where(args))
+    if args.out is None:
+        if form == "parquet":
+            raise UsageError("--format parquet: needs --out FILE")
+        write_text(rows, sys.stdout, form)
+        return 0
+    out = Path(args.out)
+    # Written beside and then renamed: a query that fails leaves no half file.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        part = Path(folder) / out.name
+        if form == "parquet":
+            count = write_parquet(rows, part)
+        else:
+            with part.open("w", encoding="utf-8", newline="") as file:
+                count = write_text(rows, file, form)
+        part.replace(out)
+    print(f"{count} rows: {one_line(args.out, 300)}")
+    return 0
+
+
+def _picked(args: argparse.Namespace) -> Any:
+    """Return the spreads of the definitions that the filters leave."""
+    from ..archive import archive_spread, archive_spreads
+    from ..archive.rows import DEFINITION
+
+    path, where = _existing(args.archive), _where(args)
+    cell, metric = where.pop("cell"), where.pop("metric")
+    spreads = archive_spreads(path, cell, metric)
+    if not where:
+        return spreads
+    found = []
+    for spread in spreads:
+        definition = spread.definition
+        if all(
+            definition[field] in _many(value)
+            for field, value in where.items()
+            if field in DEFINITION
+        ):
+            other = {field: value for field, value in where.items() if field not in DEFINITION}
+            one = archive_spread(path, cell, metric, {**definition, **other}) if other else spread
+            if one.n:
+                found.append(one)
+    return found
+
+
+def _many(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def _title(spread: Any) -> str:
+    return (
+        f"{spread.cell}/{spread.metric}: {spread.max_tokens} tokens, {spread.clock_cap_mhz} MHz, "
+        f"commit {spread.commit[:12]}, prompt {spread.prompt_sha256[:12]}"
+    )
+
+
+def _spread(args: argparse.Namespace) -> int:
+    spreads = _picked(args)
+    if args.json:
+        print(json.dumps([spread.to_dict() for spread in spreads], indent=2))
+        return 0
+    if not spreads:
+        print("no such rows")
+    for spread in spreads:
+        print(one_line(_title(spread), 400))
+        print(
+            f"  {spread.n} values in {len(spread.windows)} windows, mean {spread.mean:.6g}, "
+            f"{spread.minimum:.6g} to {spread.maximum:.6g}; CV of one repeat within a window "
+            f"{_percent(spread.cv_within)}, between windows {_percent(spread.cv_between)}, of all "
+            f"values {_percent(spread.cv)}"
+        )
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from ..archive.drift import chart, svg
+
+    charts = [chart(spread) for spread in _picked(args)]
+    if not charts:
+        print("no such rows")
+        return 0
+    for one in charts:
+        print(one_line(_title(one.spread), 400))
+        if one.low is None or one.high is None:
+            print(f"  {len(one.points)} window(s): limits need three")
+        else:
+            print(f"  mean {one.centre:.6g}, control limits {one.low:.6g} to {one.high:.6g}")
+        for window, value in one.points:
+            print(one_line(f"  {window}  {value:.6g}", 300))
+        for drift in one.drift:
+            print(one_line(f"  DRIFT: {drift}", 400))
+    if args.out:
+        Path(args.out).write_text(svg(charts), encoding="utf-8")
+        print(f"plot: {one_line(args.out, 300)}")
+    return 0
+
+
+def _folders(names: list[str]) -> list[Path]:
+    from ..archive.history import window_folders
+
+    found: list[Path] = []
+    for name in names:
+        folder = Path(name)
+        if not folder.is_dir():
+            raise UsageError(f"{folder}: there is no such folder")
+        is_window = any((folder / file).exists() for file in ("summary.json", "plan.json", "cmd"))
+        found += [folder] if is_window else window_folders(folder)
+    return found
+
+
+def _migrate(args: argparse.Namespace) -> int:
+    from ..archive.migrate import migrate
+
+    prompts = None
+    if args.prompts:
+        try:
+            prompts = json.loads(Path(args.prompts).read_bytes())
+        except (ValueError, RecursionError):
+            prompts = None
+        if not isinstance(prompts, dict) or not all(
+            isinstance(cells, dict) for cells in prompts.values()
+        ):
+            raise UsageError(f'{args.prompts}: is not {{"<window>": {{"<cell>": "<sha256>"}}}}')
+    found = migrate(
+        _existing(args.archive),
+        _folders(args.windows),
+        prompts=prompts,
+        clock_log=args.clock_log,
+        hosts=args.hosts,
+        apply=args.apply,
+    )
+    code = 1 if found.problems else 0
+    if args.json:
+        shown = {**vars(found), "head": found.head.to_dict() if found.head else None}
+        print(json.dumps(shown, indent=2))
+        return code
+    state = "APPLIED" if found.applied else "REFUSED" if found.problems else "DRY RUN"
+    print(f"{state}: {found.version} to v4: {found.rows} rows of {found.windows} windows")
+    for problem in found.problems:
+        print(f"  {one_line(problem, 500)}")
+    if not found.problems and found.head is not None:
+        print(
+            f"  multiset equal on every old field: {'yes' if found.multiset_equal else 'no'}; "
+            f"{found.identities} prompt identities, one for each window and cell"
+        )
+        print(f"  head: {found.head.rows} rows, {found.head.sha256}")
+    for note in found.notes:
+        print(f"  note: {one_line(note, 500)}")
+    if found.kept:
+        print(f"  the old file is kept: {one_line(found.kept, 300)}")
+    elif not found.problems and found.head is not None:
+        print("  nothing was changed; --apply replaces the file")
+    return code
