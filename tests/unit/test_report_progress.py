@@ -95,7 +95,7 @@ def test_pytests_line_is_left_alone_also_on_the_last_row(rows: int, clock: Clock
         progress.erase()
         screen.feed(drain(stream) + ".")
     progress.close()
-    screen.feed(drain(stream) + " [100%]\n4 passed\n")
+    screen.feed(drain(stream) + " [100%]\n4 passed")
     assert screen.lines()[-2:] == ["cells.py .... [100%]", "4 passed"]
 
 
