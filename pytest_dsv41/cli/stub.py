@@ -16,10 +16,19 @@ HELP = "serve a simulated engine on loopback, with known speed and counters"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the settings of the stub to `parser`."""
     add_arguments(parser)
+    parser.add_argument("--list-faults", action="store_true", help="print the faults and end")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT (0); 4 when a setting is wrong or the port is taken."""
+    """Serve until SIGTERM or SIGINT (0); 4 when a setting is wrong or the port is taken.
+
+    What follows is imported when it is needed: a start takes about 0.1 s, and must.
+    """
+    if args.list_faults:
+        from pytest_dsv41.stub.faults import describe
+
+        print(describe())
+        return 0
     from pytest_dsv41.stub.server import serve_process
 
     try:
