@@ -1,0 +1,36 @@
+"""The dialects of the servers that can be measured: vllm, llamacpp, radiance."""
+
+from __future__ import annotations
+
+from pytest_dsv41.engines.base import (
+    ENGINES,
+    Engine,
+    Health,
+    InBand,
+    Server,
+    Snapshot,
+    base_url,
+    engine_names,
+    get_engine,
+)
+from pytest_dsv41.engines.llamacpp import LlamaCpp
+from pytest_dsv41.engines.radiance import Radiance
+from pytest_dsv41.engines.vllm import Vllm
+
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Health",
+    "InBand",
+    "LlamaCpp",
+    "Radiance",
+    "Server",
+    "Snapshot",
+    "Vllm",
+    "base_url",
+    "engine_names",
+    "get_engine",
+]
+
+for _engine in (Vllm(), LlamaCpp(), Radiance()):
+    ENGINES[_engine.name] = _engine

@@ -1,0 +1,32 @@
+"""How a value comes about: cells, streams, counters, and what they add up to."""
+
+from __future__ import annotations
+
+from pytest_dsv41.measure.cell import Builder, Cell, Request, Sampling, cells, prompt_identity
+from pytest_dsv41.measure.corpus import PROMPT_SHA256, Corpus, Prompt
+from pytest_dsv41.measure.greedy import Answer, greedy_answers
+from pytest_dsv41.measure.group import Endpoint, GroupResult, Progress, measure_group
+from pytest_dsv41.measure.metrics import METRICS, Metric, Value
+from pytest_dsv41.measure.stream import StreamRecord
+
+__all__ = [
+    "METRICS",
+    "PROMPT_SHA256",
+    "Answer",
+    "Builder",
+    "Cell",
+    "Corpus",
+    "Endpoint",
+    "GroupResult",
+    "Metric",
+    "Progress",
+    "Prompt",
+    "Request",
+    "Sampling",
+    "StreamRecord",
+    "Value",
+    "cells",
+    "greedy_answers",
+    "measure_group",
+    "prompt_identity",
+]

@@ -1,0 +1,295 @@
+"""What a dialect of server can tell, and the parts every value is built from.
+
+An engine object holds no state and opens no connection of its own but through the
+`httpx.Client` it is given (or makes for one call). It answers four questions: is the server up,
+which models does it serve, what do its counters say, and what did those counters say about a
+group of requests that lies between two snapshots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import httpx
+
+from pytest_dsv41.errors import MeasurementRefused, UsageError
+from pytest_dsv41.text import one_line
+
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Health",
+    "InBand",
+    "Server",
+    "Snapshot",
+    "base_url",
+    "engine_names",
+    "get_engine",
+]
+
+
+class Health(str):
+    """`up`, `down` or `unknown`, with the reason beside it in one line."""
+
+    __slots__ = ("reason",)
+    reason: str
+
+    def __new__(cls, state: str, reason: str = "") -> Health:
+        """Make one of the three states."""
+        if state not in ("up", "down", "unknown"):
+            raise ValueError(state)
+        self = super().__new__(cls, state)
+        self.reason = reason
+        return self
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One look at a server's counters.
+
+    `values` is what the dialect understood of it, by its own names; `gone` names families the
+    server does not have. The raw text is not kept.
+    """
+
+    at_ns: int
+    values: Mapping[str, float]
+    running: float
+    waiting: float
+    created: Mapping[str, float] = field(default_factory=dict)
+    """Creation times of counters, by sample: a changed one means a restart."""
+
+    def still(self, other: Snapshot) -> bool:
+        """Whether nothing moved between two looks and nothing runs."""
+        return (
+            self.idle
+            and other.idle
+            and dict(self.values) == dict(other.values)
+            and dict(self.created) == dict(other.created)
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return self.running == 0 and self.waiting == 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the snapshot for a record."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
+        """Read it back."""
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class InBand:
+    """What one stream itself carried about the server's work: counts, and times in ms."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server's side of a group of requests. None: the dialect cannot tell.
+
+    Times in ms, everything else a count, summed over the group's requests.
+    """
+
+    requests: int
+    tokens: int
+    decode_ms: float | None = None
+    accepted: int | None = None
+    drafts: int | None = None
+    draft_tokens: int | None = None
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    steps: int | None = None
+    """The engine's own step counter over the same time, prefill steps included."""
+    speculates: bool = False
+    preemptions: int = 0
+
+    @property
+    def rounds(self) -> int | None:
+        """Engine steps that yielded an own token after the first (RULES section 0)."""
+        if self.accepted is None:
+            return None
+        return self.tokens - self.accepted - self.requests
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the parts for a record."""
+        return {**asdict(self), "rounds": self.rounds}
+
+
+def base_url(url: str) -> str:
+    """Return `url` without a trailing slash and without the API's `/v1`."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class Engine(ABC):
+    """One dialect. Subclass it, give it a name, and put an instance into `ENGINES`."""
+
+    name: ClassVar[str]
+    counters_hint: ClassVar[str] = ""
+    """What to do about a server without counters."""
+
+    @contextlib.contextmanager
+    def _client(self, client: httpx.Client | None, timeout: float) -> Iterator[httpx.Client]:
+        if client is not None:
+            yield client
+            return
+        # trust_env off: a proxy must never answer for the server.
+        with httpx.Client(timeout=timeout, trust_env=False) as own:
+            yield own
+
+    def health(self, url: str, timeout: float = 2.0, client: httpx.Client | None = None) -> Health:
+        """Ask `/health`: `up`, `down` (nobody listens, or it is loading or dead), `unknown`."""
+        try:
+            with self._client(client, timeout) as http:
+                answer = http.get(f"{base_url(url)}/health", timeout=timeout)
+        except httpx.TimeoutException:
+            return Health("unknown", f"no answer within {timeout:g} s")
+        except httpx.ConnectError as error:
+            if _refused(error):
+                return Health("down", "connection refused")
+            return Health("unknown", f"no connection: {one_line(str(error), 80)}")
+        except httpx.HTTPError as error:
+            return Health("unknown", f"the connection broke: {one_line(str(error), 80)}")
+        if answer.status_code == 200:
+            return Health("up")
+        if answer.status_code == 503:
+            loading = b"oading" in answer.content[:500]
+            return Health("down", "loading" if loading else "the server says 503")
+        return Health("unknown", f"/health answered {answer.status_code}")
+
+    def models(
+        self, url: str, timeout: float = 5.0, client: httpx.Client | None = None
+    ) -> list[str]:
+        """Return the served names of `/v1/models`, in the server's order.
+
+        Raises:
+            MeasurementRefused: kind `models`, when the answer is none.
+        """
+        data = self._json(f"{base_url(url)}/v1/models", timeout, client, kind="models")
+        try:
+            return [str(row["id"]) for row in data["data"]]
+        except (KeyError, TypeError):
+            raise MeasurementRefused("models", f"{url}/v1/models lists no models") from None
+
+    def _json(self, url: str, timeout: float, client: httpx.Client | None, *, kind: str) -> Any:
+        answer = self._get(url, timeout, client, kind=kind)
+        if answer.status_code != 200:
+            raise MeasurementRefused(kind, f"{url} answered {answer.status_code}")
+        try:
+            return answer.json()
+        except ValueError:
+            raise MeasurementRefused(kind, f"{url} did not answer JSON") from None
+
+    def _get(
+        self, url: str, timeout: float, client: httpx.Client | None, *, kind: str
+    ) -> httpx.Response:
+        try:
+            with self._client(client, timeout) as http:
+                return http.get(url, timeout=timeout)
+        except httpx.HTTPError as error:
+            why = one_line(str(error) or type(error).__name__, 120)
+            raise MeasurementRefused(kind, f"{url} did not answer: {why}") from None
+
+    @abstractmethod
+    def scrape(
+        self, url: str, timeout: float = 5.0, client: httpx.Client | None = None
+    ) -> Snapshot:
+        """Read the server's counters and gauges.
+
+        Raises:
+            MeasurementRefused: kinds `no-counters`, `missing-family`, `bad-counter`.
+        """
+
+    @abstractmethod
+    def dress(self, body: dict[str, Any], *, cache: str, salt: str | None) -> dict[str, Any]:
+        """Add the dialect's own fields to a request body and return it.
+
+        `cache` is `cold` (no prefix reuse), `warm` (reuse under `salt`) or `any`.
+        """
+
+    @abstractmethod
+    def settled(self, before: Snapshot, after: Snapshot, asked: Sequence[InBand]) -> str | None:
+        """Say what the counters have not booked yet of `asked`; None when all of it is there."""
+
+    @abstractmethod
+    def account(self, before: Snapshot, after: Snapshot, done: Sequence[InBand]) -> Server:
+        """Return what the counters say of the requests in `done`, and of nothing else.
+
+        Raises:
+            MeasurementRefused: kinds `foreign-request`, `reset`, `missing-family`, `identity`.
+        """
+
+    def tokenize(
+        self,
+        url: str,
+        model: str,
+        text: str,
+        timeout: float = 60.0,
+        client: httpx.Client | None = None,
+    ) -> list[int]:
+        """Return the server's token ids of `text`, special tokens included.
+
+        Raises:
+            MeasurementRefused: kind `tokenize`.
+        """
+        body = self._tokenize_body(model, text)
+        where = f"{base_url(url)}/tokenize"
+        try:
+            with self._client(client, timeout) as http:
+                answer = http.post(where, json=body, timeout=timeout)
+            if answer.status_code != 200:
+                raise MeasurementRefused("tokenize", f"{where} answered {answer.status_code}")
+            tokens = answer.json()["tokens"]
+            return [int(token) for token in tokens]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            why = one_line(str(error) or type(error).__name__, 100)
+            raise MeasurementRefused("tokenize", f"{where}: {why}") from None
+
+    @abstractmethod
+    def _tokenize_body(self, model: str, text: str) -> dict[str, Any]: ...
+
+
+def _refused(error: BaseException) -> bool:
+    """Whether an error means that nobody listens there."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ConnectionRefusedError) or "refused" in str(seen).lower():
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+ENGINES: dict[str, Engine] = {}
+"""The known dialects by name; add one to make it known."""
+
+
+def engine_names() -> tuple[str, ...]:
+    """The names that `get_engine` knows, sorted."""
+    return tuple(sorted(ENGINES))
+
+
+def get_engine(name: str) -> Engine:
+    """Return the dialect called `name`.
+
+    Raises:
+        UsageError: no such dialect; the message lists the valid ones.
+    """
+    try:
+        return ENGINES[name]
+    except KeyError:
+        raise UsageError(
+            f"engine {one_line(name, 40)!r}: not known; valid: {', '.join(engine_names())}"
+        ) from None

@@ -1,0 +1,131 @@
+"""llama.cpp: timings inside each stream, counters without a request count, no cache salt.
+
+The decode time and the accepted drafts come from each stream's own `timings`; the counters only
+prove that nobody else used the server: predicted and prompt tokens must move by exactly the
+streams' own. Its server needs `--metrics`; `/slots` is looked at where it is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import httpx
+
+from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot, base_url
+from pytest_dsv41.engines.counters import read_samples, refuse_resets
+from pytest_dsv41.errors import MeasurementRefused
+
+__all__ = ["LlamaCpp"]
+
+_RUNNING: Final = "llamacpp:requests_processing"
+_WAITING: Final = "llamacpp:requests_deferred"
+_TOKENS: Final = "llamacpp:tokens_predicted_total"
+_PROMPT: Final = "llamacpp:prompt_tokens_total"
+_CACHED: Final = "llamacpp:prompt_tokens_cached_total"
+_STEPS: Final = "llamacpp:n_decode_total"
+_DRAFTS: Final = "llamacpp:spec_decode_num_drafts_total"
+_DRAFT_TOKENS: Final = "llamacpp:spec_decode_num_draft_tokens_total"
+_ACCEPTED: Final = "llamacpp:spec_decode_num_accepted_tokens_total"
+_NEEDED: Final = (_RUNNING, _WAITING, _TOKENS, _PROMPT)
+_COUNTERS: Final = (_TOKENS, _PROMPT, _CACHED, _STEPS, _DRAFTS, _DRAFT_TOKENS, _ACCEPTED)
+
+
+class LlamaCpp(Engine):
+    """The dialect of llama.cpp's `llama-server`."""
+
+    name: ClassVar[str] = "llamacpp"
+    counters_hint: ClassVar[str] = "start the server with --metrics"
+
+    def scrape(
+        self, url: str, timeout: float = 5.0, client: httpx.Client | None = None
+    ) -> Snapshot:
+        """Read `/metrics`; see `Engine.scrape`."""
+        where = f"{base_url(url)}/metrics"
+        answer = self._get(where, timeout, client, kind="no-counters")
+        at = time.monotonic_ns()
+        if answer.status_code != 200:
+            raise MeasurementRefused(
+                "no-counters", f"{where} answered {answer.status_code}: {self.counters_hint}"
+            )
+        sums, created = read_samples(answer.text, (_RUNNING, _WAITING, *_COUNTERS))
+        missing = [name for name in _NEEDED if name not in sums]
+        if missing:
+            raise MeasurementRefused("missing-family", f"{where} has no {', '.join(missing)}")
+        running, waiting = sums.pop(_RUNNING), sums.pop(_WAITING)
+        started = answer.headers.get("process-start-time-unix")
+        if started is not None:
+            created["process-start-time-unix"] = float(started)
+        return Snapshot(at, sums, running, waiting, created)
+
+    def dress(self, body: dict[str, Any], *, cache: str, salt: str | None) -> dict[str, Any]:  # noqa: ARG002
+        """Ask for timings on every event; a cold request turns the prompt cache off."""
+        if body.get("stream"):
+            body["stream_options"] = {"include_usage": True}
+            body["timings_per_token"] = True
+        if cache != "any":
+            body["cache_prompt"] = cache == "warm"
+        return body
+
+    def settled(self, before: Snapshot, after: Snapshot, asked: Sequence[InBand]) -> str | None:
+        """See `Engine.settled`."""
+        own = sum(_timing(row, "predicted_n") for row in asked)
+        moved = after.values[_TOKENS] - before.values[_TOKENS]
+        if 0 <= moved < own:
+            return f"{_TOKENS} moved by {moved:g} of {own}"
+        return None
+
+    def account(self, before: Snapshot, after: Snapshot, done: Sequence[InBand]) -> Server:
+        """See `Engine.account`."""
+        old, new = before.values, after.values
+        refuse_resets(old, new, before.created, after.created, counters=_COUNTERS)
+
+        def moved(name: str) -> int:
+            return round(new.get(name, 0.0) - old.get(name, 0.0))
+
+        tokens = sum(_timing(row, "predicted_n") for row in done)
+        prompt = sum(_timing(row, "prompt_n") for row in done)
+        cached = sum(_timing(row, "cache_n") for row in done)
+        for name, own in ((_TOKENS, tokens), (_PROMPT, prompt), (_CACHED, cached)):
+            if name in new and moved(name) != own:
+                raise MeasurementRefused(
+                    "foreign-request",
+                    f"{name} moved by {moved(name)}, the streams' own are {own}: "
+                    "somebody else used the server",
+                )
+        accepted = sum(_timing(row, "draft_n_accepted", 0) for row in done)
+        drafted = sum(_timing(row, "draft_n", 0) for row in done)
+        for name, own in ((_ACCEPTED, accepted), (_DRAFT_TOKENS, drafted)):
+            if name in new and moved(name) != own:
+                raise MeasurementRefused(
+                    "identity", f"{name} moved by {moved(name)}, the timings say {own}"
+                )
+        server = Server(
+            requests=len(done),
+            tokens=tokens,
+            decode_ms=sum(float(row.timings["predicted_ms"]) for row in done),
+            accepted=accepted,
+            drafts=moved(_DRAFTS) if _DRAFTS in new else None,
+            draft_tokens=drafted,
+            cached_tokens=cached,
+            prompt_tokens=prompt + cached,
+            steps=moved(_STEPS) if _STEPS in new else None,
+            speculates=drafted > 0 or new.get(_DRAFTS, 0.0) > 0,
+        )
+        if server.drafts is not None and server.drafts > (server.rounds or 0):
+            raise MeasurementRefused(
+                "identity", f"{server.drafts} drafts in {server.rounds} rounds"
+            )
+        return server
+
+    def _tokenize_body(self, model: str, text: str) -> dict[str, Any]:  # noqa: ARG002
+        return {"content": text, "add_special": True}
+
+
+def _timing(row: InBand, name: str, default: int | None = None) -> int:
+    timings: Mapping[str, float] = row.timings
+    value = timings.get(name, default)
+    if value is None:
+        raise MeasurementRefused("no-timings", f"the stream carried no timings.{name}")
+    return round(value)

@@ -1,0 +1,164 @@
+"""vLLM: counters with a success count, decode seconds and speculation totals.
+
+Deltas are taken by exact sample name and summed over the `engine` label. The success counter
+must move by exactly as many requests as were sent; then every other delta belongs to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+import httpx
+
+from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot, base_url
+from pytest_dsv41.engines.counters import read_samples, refuse_resets
+from pytest_dsv41.errors import MeasurementRefused
+
+__all__ = ["Vllm"]
+
+_RUNNING: Final = "vllm:num_requests_running"
+_WAITING: Final = "vllm:num_requests_waiting"
+_SUCCESS: Final = "vllm:request_success_total"
+_TOKENS: Final = "vllm:generation_tokens_total"
+_PROMPT: Final = "vllm:prompt_tokens_total"
+_HITS: Final = "vllm:prefix_cache_hits_total"
+_PREEMPT: Final = "vllm:num_preemptions_total"
+_DECODE_S: Final = "vllm:request_decode_time_seconds_sum"
+_DECODE_N: Final = "vllm:request_decode_time_seconds_count"
+_STEPS: Final = "vllm:iteration_tokens_total_count"
+_DRAFTS: Final = "vllm:spec_decode_num_drafts_total"
+_DRAFT_TOKENS: Final = "vllm:spec_decode_num_draft_tokens_total"
+_ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_total"
+_PER_POS: Final = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+
+_NEEDED: Final = (_RUNNING, _WAITING, _SUCCESS, _TOKENS, _DECODE_S, _DECODE_N)
+_COUNTERS: Final = (
+    _SUCCESS, _TOKENS, _PROMPT, _HITS, _PREEMPT, _DECODE_S, _DECODE_N, _STEPS,
+    _DRAFTS, _DRAFT_TOKENS, _ACCEPTED, _PER_POS,
+)  # fmt: skip
+
+
+class Vllm(Engine):
+    """The dialect of vLLM's OpenAI server."""
+
+    name: ClassVar[str] = "vllm"
+
+    def scrape(
+        self, url: str, timeout: float = 5.0, client: httpx.Client | None = None
+    ) -> Snapshot:
+        """Read `/metrics`; see `Engine.scrape`."""
+        where = f"{base_url(url)}/metrics"
+        answer = self._get(where, timeout, client, kind="no-counters")
+        at = time.monotonic_ns()
+        if answer.status_code != 200:
+            raise MeasurementRefused("no-counters", f"{where} answered {answer.status_code}")
+        sums, created = read_samples(
+            answer.text, (_RUNNING, _WAITING, *_COUNTERS), label={_PER_POS: "position"}
+        )
+        missing = [name for name in _NEEDED if name not in sums]
+        if missing:
+            raise MeasurementRefused("missing-family", f"{where} has no {', '.join(missing)}")
+        running, waiting = sums.pop(_RUNNING), sums.pop(_WAITING)
+        return Snapshot(at, sums, running, waiting, created)
+
+    def dress(self, body: dict[str, Any], *, cache: str, salt: str | None) -> dict[str, Any]:
+        """Ask for usage on every event, and for the cache salt; see `Engine.dress`."""
+        if body.get("stream"):
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if salt is not None and cache != "any":
+            body["cache_salt"] = salt
+        return body
+
+    def settled(self, before: Snapshot, after: Snapshot, asked: Sequence[InBand]) -> str | None:
+        """See `Engine.settled`."""
+        finished = after.values[_SUCCESS] - before.values[_SUCCESS]
+        if 0 <= finished < len(asked):
+            return f"{_SUCCESS} moved by {finished:g} of {len(asked)}"
+        decoded = after.values[_DECODE_N] - before.values[_DECODE_N]
+        if 0 <= decoded < len(asked):
+            return f"{_DECODE_N} moved by {decoded:g} of {len(asked)}"
+        counts = [row.completion_tokens for row in asked]
+        if None not in counts:
+            own = sum(count for count in counts if count is not None)
+            tokens = after.values[_TOKENS] - before.values[_TOKENS]
+            if 0 <= tokens < own:
+                return f"{_TOKENS} moved by {tokens:g} of {own}"
+        return None
+
+    def account(self, before: Snapshot, after: Snapshot, done: Sequence[InBand]) -> Server:
+        """See `Engine.account`."""
+        old, new = before.values, after.values
+        refuse_resets(old, new, before.created, after.created, counters=_COUNTERS)
+
+        def delta(name: str) -> float | None:
+            return None if name not in new else new[name] - old.get(name, 0.0)
+
+        def count(name: str) -> int | None:
+            value = delta(name)
+            return None if value is None else round(value)
+
+        finished = count(_SUCCESS)
+        if finished != len(done):
+            raise MeasurementRefused(
+                "foreign-request" if (finished or 0) > len(done) else "unsettled",
+                f"{_SUCCESS} moved by {finished}, {len(done)} sent: somebody else used the server",
+            )
+        tokens = count(_TOKENS) or 0
+        own = [row.completion_tokens for row in done]
+        if None not in own and sum(value for value in own if value is not None) != tokens:
+            raise MeasurementRefused(
+                "foreign-request",
+                f"{_TOKENS} moved by {tokens}, the streams carried {sum(filter(None, own))}: "
+                "another request ran beside them",
+            )
+        accepted, drafts = count(_ACCEPTED), count(_DRAFTS)
+        positions = {
+            name: new[name] - old.get(name, 0.0) for name in new if name.startswith(_PER_POS + "{")
+        }
+        _check_positions(positions, accepted)
+        cached = [row.cached_tokens for row in done]
+        hits = count(_HITS)
+        server = Server(
+            requests=len(done),
+            tokens=tokens,
+            decode_ms=1000.0 * (delta(_DECODE_S) or 0.0),
+            accepted=0 if accepted is None else accepted,
+            drafts=drafts,
+            draft_tokens=count(_DRAFT_TOKENS),
+            cached_tokens=(
+                sum(value for value in cached if value is not None) if None not in cached else hits
+            ),
+            prompt_tokens=count(_PROMPT),
+            steps=count(_STEPS),
+            speculates=accepted is not None,
+            preemptions=count(_PREEMPT) or 0,
+        )
+        if drafts is not None and server.rounds is not None and drafts > server.rounds:
+            raise MeasurementRefused(
+                "identity", f"{drafts} drafts in {server.rounds} rounds: more than one a round"
+            )
+        return server
+
+    def _tokenize_body(self, model: str, text: str) -> dict[str, Any]:
+        return {"model": model, "prompt": text, "add_special_tokens": True}
+
+
+def _check_positions(positions: dict[str, float], accepted: int | None) -> None:
+    """Accepted by position adds up to the accepted tokens and never rises."""
+    if not positions or accepted is None:
+        return
+    ordered = [
+        value
+        for _, value in sorted(
+            (int(name.partition("{")[2].rstrip("}")), value) for name, value in positions.items()
+        )
+    ]
+    if round(sum(ordered)) != accepted:
+        raise MeasurementRefused(
+            "identity", f"accepted by position adds up to {sum(ordered):g}, not {accepted}"
+        )
+    if any(later > earlier for earlier, later in itertools.pairwise(ordered)):
+        raise MeasurementRefused("identity", "a later draft position was accepted more often")

@@ -1,0 +1,502 @@
+"""Requests measured as one group: streams, counters around them, and what they add up to.
+
+Order of things: the server is proved idle and its counters still; all connections are open; the
+requests are written; the streams end; the counters are proved still again and must have moved
+by exactly these requests. Anything else refuses the group by name. Nothing is retried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import httpx
+
+from pytest_dsv41.engines import Engine, Server, Snapshot, base_url, get_engine
+from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused
+from pytest_dsv41.measure.cell import Request, prompt_identity
+from pytest_dsv41.measure.metrics import Value, values_of
+from pytest_dsv41.measure.stream import StreamRecord, read_stream
+from pytest_dsv41.measure.transport import WireTransport
+from pytest_dsv41.measure.wire import TRANSPORT, Call, Exchange, Limits, Loop
+
+__all__ = ["Endpoint", "GroupResult", "Progress", "evaluate", "measure_group", "stream_group"]
+
+_BUSY_S: Final = 3.0
+_SETTLE_S: Final = 5.0
+_LOOK_S: Final = 0.02
+_SCRAPE_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server answers. An empty model is read from `/v1/models`."""
+
+    url: str
+    engine: str = "vllm"
+    model: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Sent with every request (an API key); never in a record."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a running group is."""
+
+    tokens: int
+    events: int
+    elapsed_s: float
+    tok_s: float
+    finished: int
+    streams: int
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """A measured group: its values, what they were made of, and its prompts' identity."""
+
+    values: dict[str, Value]
+    missing: dict[str, str]
+    """Metrics without a value here, each with the reason."""
+    prompt_sha256: str
+    prompt_members: tuple[str, ...]
+    streams: tuple[StreamRecord, ...]
+    server: Server
+    before: Snapshot
+    after: Snapshot
+    notes: tuple[str, ...] = ()
+    exchanges: tuple[Exchange, ...] = field(default=(), repr=False, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but text."""
+        return {
+            "values": {name: value.to_json() for name, value in self.values.items()},
+            "missing": dict(self.missing),
+            "prompt_sha256": self.prompt_sha256,
+            "prompt_members": list(self.prompt_members),
+            "streams": [stream.to_json() for stream in self.streams],
+            "server": self.server.to_json(),
+            "notes": list(self.notes),
+            "transport": dict(TRANSPORT),
+        }
+
+
+@contextlib.contextmanager
+def control_client(
+    endpoint: Endpoint,
+    *,
+    stop: threading.Event | None,
+    deadline_ns: int,
+    context: ssl.SSLContext | None = None,
+) -> Iterator[httpx.Client]:
+    """An httpx client over the project's own wire, ended by the stop event and the deadline."""
+    transport = WireTransport(stop=stop, deadline_ns=deadline_ns, context=context)
+    with httpx.Client(
+        transport=transport, trust_env=False, headers=dict(endpoint.headers), timeout=_SCRAPE_S
+    ) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def ended_by(stop: threading.Event | None, deadline_ns: int) -> Iterator[None]:
+    """Say `stopped` or `deadline` where that is why something inside failed or was refused."""
+    try:
+        yield
+    except (MeasurementRefused, MeasurementFailed) as error:
+        if stop is not None and stop.is_set():
+            raise MeasurementFailed("stopped", "the measurement was stopped") from error
+        if time.monotonic_ns() >= deadline_ns:
+            raise MeasurementFailed("deadline", "not finished at the deadline") from error
+        raise
+
+
+def measure_group(
+    endpoint: Endpoint,
+    requests: Sequence[Request],
+    *,
+    deadline_s: float,
+    stop: threading.Event | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    require: Sequence[str] = (),
+    context: ssl.SSLContext | None = None,
+    keep_bytes: bool = False,
+) -> GroupResult:
+    """Send `requests` at one time, wait for all of them, and judge what came.
+
+    Args:
+        endpoint: the server.
+        requests: one or more; those marked `late` wait until all the others decode.
+        deadline_s: everything (settling, streams, settling) is over by then.
+        stop: ends the measurement within a fraction of a second once it is set.
+        progress: called about five times a second while streams run.
+        require: metrics that must come out; a missing one refuses the group.
+        context: TLS settings; None for the system's.
+        keep_bytes: keep what came over the socket (in `exchanges`).
+
+    Raises:
+        MeasurementFailed: a request did not deliver; nothing is averaged over it.
+        MeasurementRefused: all delivered, and the values cannot be trusted.
+    """
+    deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9)
+    engine = get_engine(endpoint.engine)
+    with (
+        ended_by(stop, deadline_ns),
+        control_client(endpoint, stop=stop, deadline_ns=deadline_ns, context=context) as client,
+    ):
+        model = endpoint.model or engine.models(endpoint.url, client=client)[0]
+        before = _idle(engine, endpoint, client, stop)
+        watch = _Gauge(engine, endpoint, stop, deadline_ns, context, len(requests))
+        exchanges, streams = stream_group(
+            endpoint,
+            model,
+            requests,
+            deadline_ns=deadline_ns,
+            stop=stop,
+            progress=progress,
+            context=context,
+            keep_bytes=keep_bytes,
+            gauge=watch if any(request.late for request in requests) else None,
+        )
+        after = _settled(engine, endpoint, client, before, streams, stop)
+        return evaluate(
+            engine, requests, streams, before, after, require=require, exchanges=exchanges
+        )
+
+
+def evaluate(
+    engine: Engine,
+    requests: Sequence[Request],
+    streams: Sequence[StreamRecord],
+    before: Snapshot,
+    after: Snapshot,
+    *,
+    require: Sequence[str] = (),
+    exchanges: Sequence[Exchange] = (),
+) -> GroupResult:
+    """Put streams and counters together; pure, so that a record can be evaluated again.
+
+    Raises:
+        MeasurementRefused: kinds `foreign-request`, `reset`, `identity`, `warm-cache`,
+            `cold-cache`, `clocks`, or a metric's reason under `require`.
+    """
+    server = engine.account(before, after, [stream.in_band for stream in streams])
+    notes = _check(requests, streams, server)
+    values, missing = values_of(streams, server)
+    for name in require:
+        if name not in values:
+            reason = missing.get(name, "not a metric")
+            raise MeasurementRefused(f"no-{name}", f"{name}: {reason}")
+    members = tuple(stream.prompt_sha256 for stream in streams)
+    return GroupResult(
+        values,
+        missing,
+        prompt_identity(members),
+        members,
+        tuple(streams),
+        server,
+        before,
+        after,
+        notes,
+        tuple(exchanges),
+    )
+
+
+def stream_group(
+    endpoint: Endpoint,
+    model: str,
+    requests: Sequence[Request],
+    *,
+    deadline_ns: int,
+    stop: threading.Event | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    context: ssl.SSLContext | None = None,
+    keep_bytes: bool = False,
+    gauge: _Gauge | None = None,
+) -> tuple[list[Exchange], list[StreamRecord]]:
+    """Send the requests and read their streams; no counters are looked at.
+
+    Raises:
+        MeasurementFailed: kinds of `measure.wire` and `measure.stream`.
+        MeasurementRefused: the streams contradict themselves.
+    """
+    engine = get_engine(endpoint.engine)
+    calls = [_call(engine, endpoint, model, request) for request in requests]
+    exchanges: list[Exchange] = []
+    with Loop(stop=stop, context=context) as loop:
+        try:
+            for call in calls:
+                exchange = Exchange(call, _connect(loop, call.url, deadline_ns))
+                exchange.keep_raw = keep_bytes
+                exchanges.append(exchange)
+            offset_ns = loop.offset_ns
+            early = [x for x, request in zip(exchanges, requests, strict=True) if not request.late]
+            gates = {
+                index: lambda: all(_decodes(exchange) for exchange in early)
+                for index, request in enumerate(requests)
+                if request.late
+            }
+            started = time.monotonic_ns()
+            with gauge.watching(early) if gauge is not None else contextlib.nullcontext():
+                loop.run(
+                    exchanges,
+                    deadline_ns=deadline_ns,
+                    gates=gates,
+                    tick=None if progress is None else lambda: progress(_far(exchanges, started)),
+                )
+        finally:
+            for exchange in exchanges:
+                exchange.connection.close()
+    streams = [
+        read_stream(
+            exchange,
+            offset_ns=offset_ns,
+            prompt_sha256=request.prompt_sha256,
+            max_tokens=request.max_tokens,
+            exact=request.sampling.ignore_eos,
+        )
+        for exchange, request in zip(exchanges, requests, strict=True)
+    ]
+    if gauge is not None:
+        gauge.judge()
+    return exchanges, streams
+
+
+def _call(engine: Engine, endpoint: Endpoint, model: str, request: Request) -> Call:
+    body = request.body(model)
+    body["stream"] = True
+    cache = request.sampling.cache
+    salt = request.salt
+    if cache == "cold":
+        # A salt is never used twice: a second window on the same server must be cold again.
+        salt = f"{salt or 'cold'}-{secrets.token_hex(8)}"
+    body = engine.dress(body, cache=cache, salt=salt)
+    path = "/v1/chat/completions" if request.api == "chat" else "/v1/completions"
+    return Call(
+        base_url(endpoint.url) + path,
+        "POST",
+        {"Content-Type": "application/json", "Accept": "text/event-stream", **endpoint.headers},
+        json.dumps(body, ensure_ascii=False).encode(),
+        Limits(
+            body=(8 << 20) + request.max_tokens * (16 << 10),
+            events=4 * request.max_tokens + 1000,
+        ),
+    )
+
+
+def _connect(loop: Loop, url: str, deadline_ns: int) -> Any:
+    try:
+        return loop.connect(url, deadline_ns)
+    except TimeoutError:
+        raise MeasurementFailed("connect", "no connection at the deadline") from None
+    except InterruptedError:
+        raise MeasurementFailed("stopped", "the measurement was stopped") from None
+    except OSError as error:
+        raise MeasurementFailed("connect", f"no connection: {error}") from None
+
+
+def _decodes(exchange: Exchange) -> bool:
+    """Whether a stream has sent two tokens: at most one of three events is the role's."""
+    return exchange.status == 200 and exchange.data_lines >= 3
+
+
+def _far(exchanges: Sequence[Exchange], started_ns: int) -> Progress:
+    elapsed = (time.monotonic_ns() - started_ns) / 1e9
+    tokens = sum(_tokens_so_far(exchange) for exchange in exchanges)
+    return Progress(
+        tokens,
+        sum(exchange.data_lines for exchange in exchanges),
+        elapsed,
+        tokens / elapsed if elapsed > 0 else 0.0,
+        sum(1 for exchange in exchanges if exchange.finished),
+        len(exchanges),
+    )
+
+
+def _tokens_so_far(exchange: Exchange) -> int:
+    """The running count in the last bytes that hold one; events where the server gives none."""
+    for _, piece in reversed(exchange.pieces[-4:]):
+        for mark in (b'"completion_tokens":', b'"predicted_n":'):
+            at = piece.rfind(mark)
+            if at >= 0:
+                digits = piece[at + len(mark) : at + len(mark) + 12].split(b",")[0].split(b"}")[0]
+                if digits.strip().isdigit():
+                    return int(digits)
+    return exchange.data_lines
+
+
+def _look(engine: Engine, endpoint: Endpoint, client: httpx.Client) -> Snapshot:
+    return engine.scrape(endpoint.url, _SCRAPE_S, client)
+
+
+def _pause(stop: threading.Event | None) -> None:
+    if stop is None:
+        time.sleep(_LOOK_S)
+    elif stop.wait(_LOOK_S):
+        raise MeasurementFailed("stopped", "the measurement was stopped")
+
+
+def _idle(
+    engine: Engine, endpoint: Endpoint, client: httpx.Client, stop: threading.Event | None
+) -> Snapshot:
+    """Two looks at an idle server that say the same."""
+    until = time.monotonic() + _BUSY_S
+    last = _look(engine, endpoint, client)
+    while True:
+        _pause(stop)
+        now = _look(engine, endpoint, client)
+        if now.still(last):
+            return now
+        if time.monotonic() > until:
+            if not now.idle:
+                raise MeasurementRefused(
+                    "foreign-request",
+                    f"the server is not idle before the first request: {now.running:g} running, "
+                    f"{now.waiting:g} waiting",
+                )
+            raise MeasurementRefused("unsettled", "the counters keep moving although nothing runs")
+        last = now
+
+
+def _settled(
+    engine: Engine,
+    endpoint: Endpoint,
+    client: httpx.Client,
+    before: Snapshot,
+    streams: Sequence[StreamRecord],
+    stop: threading.Event | None,
+) -> Snapshot:
+    """The first of the looks at which everything is booked and nothing moves any more."""
+    until = time.monotonic() + _SETTLE_S
+    done = [stream.in_band for stream in streams]
+    last = _look(engine, endpoint, client)
+    while True:
+        _pause(stop)
+        now = _look(engine, endpoint, client)
+        owed = engine.settled(before, now, done)
+        if now.still(last) and owed is None:
+            return now
+        if time.monotonic() > until:
+            if not now.idle:
+                raise MeasurementRefused(
+                    "foreign-request",
+                    f"the server is not idle after the last stream: {now.running:g} running, "
+                    f"{now.waiting:g} waiting",
+                )
+            raise MeasurementRefused(
+                "unsettled", owed or "the counters keep moving although nothing runs"
+            )
+        last = now
+
+
+def _check(
+    requests: Sequence[Request], streams: Sequence[StreamRecord], server: Server
+) -> tuple[str, ...]:
+    notes = [note for stream in streams for note in stream.notes]
+    caches = {request.sampling.cache for request in requests}
+    if server.cached_tokens is None:
+        if caches - {"any"}:
+            notes.append("cache-unproved")
+    elif caches == {"cold"} and server.cached_tokens:
+        raise MeasurementRefused(
+            "warm-cache", f"{server.cached_tokens} prompt tokens came from a cache: not cold"
+        )
+    elif "warm" in caches:
+        per_stream = [stream.cached_tokens for stream in streams]
+        if server.cached_tokens == 0 or 0 in per_stream:
+            raise MeasurementRefused("cold-cache", "no prompt token came from the warm prefix")
+    in_band = [stream.metrics.get("speculative_decoding") for stream in streams]
+    if all(isinstance(row, dict) for row in in_band):
+        told = sum(int(row.get("num_accepted_draft_tokens", 0)) for row in in_band if row)
+        if told != server.accepted:
+            raise MeasurementRefused(
+                "identity", f"the streams tell {told} accepted, the counters {server.accepted}"
+            )
+    _check_clocks(streams, server)
+    return tuple(dict.fromkeys(notes))
+
+
+def _check_clocks(streams: Sequence[StreamRecord], server: Server) -> None:
+    """The server's decode time and the client's own agree, roughly: a quarter and 50 ms each."""
+    if server.decode_ms is None:
+        return
+    client_ms = sum((s.last_token_ns - s.first_token_ns) / 1e6 for s in streams)
+    allowed = 50.0 * len(streams) + 0.25 * max(client_ms, server.decode_ms)
+    if abs(client_ms - server.decode_ms) > allowed:
+        raise MeasurementRefused(
+            "clocks",
+            f"the server says {server.decode_ms:.0f} ms of decoding, the client saw "
+            f"{client_ms:.0f} ms",
+        )
+
+
+class _Gauge:
+    """Watches the running gauge while late requests join: all must run beside each other."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        endpoint: Endpoint,
+        stop: threading.Event | None,
+        deadline_ns: int,
+        context: ssl.SSLContext | None,
+        wanted: int,
+    ) -> None:
+        self._engine = engine
+        self._endpoint = endpoint
+        self._stop = stop
+        self._deadline_ns = deadline_ns
+        self._context = context
+        self._wanted = wanted
+        self._over = threading.Event()
+        self._most = 0.0
+        self._alone = 0
+        self._error: MeasurementRefused | None = None
+
+    @contextlib.contextmanager
+    def watching(self, early: Sequence[Exchange]) -> Iterator[None]:
+        """Look at the gauge every 50 ms from a thread of its own while the block runs."""
+        thread = threading.Thread(target=self._watch, args=(early,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _watch(self, early: Sequence[Exchange]) -> None:
+        try:
+            with control_client(
+                self._endpoint,
+                stop=self._over,
+                deadline_ns=self._deadline_ns,
+                context=self._context,
+            ) as client:
+                while not self._over.wait(0.05):
+                    look = self._engine.scrape(self._endpoint.url, _SCRAPE_S, client)
+                    if all(not exchange.finished for exchange in early):
+                        self._most = max(self._most, look.running)
+        except MeasurementRefused as error:
+            if not self._over.is_set():
+                self._error = error
+
+    def judge(self) -> None:
+        """Refuse unless all were seen running while every early stream was alive.
+
+        Raises:
+            MeasurementRefused: kind `not-admitted`.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._most < self._wanted:
+            raise MeasurementRefused(
+                "not-admitted",
+                f"at most {self._most:g} requests ran while every decoder was alive, "
+                f"{self._wanted} must: the late one was not admitted beside them",
+            )
