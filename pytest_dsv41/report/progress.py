@@ -12,12 +12,12 @@ configured, when standard error is still the user's, for it keeps a duplicate of
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
 from ..text import one_line
@@ -32,7 +32,7 @@ _SHOW: Final = "\x1bD\x1bM\x1b7\x1b[B\r\x1b[2K{}\x1b8"
 _ERASE: Final = "\x1b7\x1b[B\r\x1b[2K\x1b8"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ProgressState:
     """Where a window is. `item` and `items` count planned items, `repeat` and `repeats` those of
     the cell in this start, both from 1; `production` is its state in a word or two."""
@@ -166,7 +166,14 @@ class Progress:
         )
         with self._lock:
             old, self._state = self._state, state
-            moved = old is None or (old.production, old.phase) != (state.production, state.phase)
+            # Between two items nothing counts up, and the count does not fall back to 0.
+            if old is not None and state.item == 0 and state.items:
+                self._state = state = dataclasses.replace(state, item=old.item)
+            moved = (
+                old is None
+                or old.production != state.production
+                or (self._live and old.phase != state.phase)
+            )
             interval = _LIVE_INTERVAL_S if self._live else _PLAIN_INTERVAL_S
             now = self._clock()
             if not moved and self._last is not None and now - self._last < interval:

@@ -121,7 +121,9 @@ def test_plain_lines_every_few_seconds_and_at_each_change(clock: Clock) -> None:
         "window: 6/12, production down",
         "window: 11/12, production down",
     ]
-    progress.update(item=12, items=12, phase="restore", production="starting")
+    progress.update(items=12, phase="stopping", production="down")
+    assert drain(stream) == ""
+    progress.update(items=12, phase="restore", production="starting")
     progress.erase()
     assert drain(stream) == "window: 12/12, restore, production starting\n"
 
