@@ -483,9 +483,9 @@ def _judge_series(
 ) -> SeriesResult:
     k, n = len(controls), len(candidate)
     scale = -math.frexp(max(max(start) for start in controls))[1]
-    columns = np.ldexp(np.array([*controls, candidate], dtype=np.float64)[:, :, None], scale)
     sd = 0.0 if start_sd is None else float(start_sd)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        columns = np.ldexp(np.array([*controls, candidate], dtype=np.float64)[:, :, None], scale)
         pairs = win2_pairs(
             columns[:k], columns[k], lower_is_better=series.lower_is_better, start_sd=sd
         )

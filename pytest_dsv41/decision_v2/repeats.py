@@ -246,8 +246,9 @@ def _judge_series(
     # The rule knows ratios only. Scaling by a power of two is exact and keeps squares of tiny
     # or huge values inside the range of floats.
     scale = -math.frexp(max(control))[1]
-    columns = [np.ldexp(np.array([arm], dtype=np.float64).T, scale) for arm in (control, candidate)]
-    with np.errstate(over="ignore", invalid="ignore"):
+    arms = [np.array([arm], dtype=np.float64).T for arm in (control, candidate)]
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        columns = [np.ldexp(arm, scale) for arm in arms]
         judged = win2_repeats(
             columns[0],
             columns[1],
