@@ -236,7 +236,7 @@ def run_plot(
             height - 16,
             fit(
                 f"{metric}{f' in {unit}' if unit else ''}, {better}",
-                width - left - right - 150 * (width >= 600),
+                width - right - (left + 150 if width >= 600 else 4),
             ),
             anchor="end",
             css="mute",

@@ -93,6 +93,19 @@ def test_a_larger_spread_in_the_archive_is_said_and_raises_nothing(tmp_path: Pat
     assert flat.count("is larger than the required 2 %, which stays as it is") == 1
 
 
+def test_a_guards_spread_is_shown_without_the_line() -> None:
+    # 12 % is the published spread of accepted per round; no guard has to gain 2 %.
+    plan = make_plan()
+    values = make_values(plan, {"fast": 0.08})
+    summary = make_summary(
+        plan,
+        {"fast": decide(plan, values, "fast")},
+        spreads={"short-b1/accepted_per_round": {"in_window_cv": 0.11, "archive_cv": 0.12}},
+    )
+    (only,) = spread_rows(summary)
+    assert (only.archive, only.larger, only.note) == (0.12, False, "")
+
+
 def test_exactly_two_percent_is_not_larger() -> None:
     summary = make_summary(
         make_plan(),
