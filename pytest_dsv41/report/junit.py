@@ -112,13 +112,13 @@ def _why_missing(files: WindowFiles, item: Item) -> str:
     summary = files.summary
     if summary is None:
         return "not measured: the window was killed, or it still runs"
-    named = re.compile(rf"(?<![\w-]){re.escape(item.id)}(?![\w-])")
-    for line in summary.incomplete:
-        if named.search(line):
-            return line
     for start in summary.starts:
         if start.name == item.start and start.reason:
             return f"start {start.name} did not come up: {start.reason}"
+    for line in summary.incomplete:
+        # A line that lists several items says no more than that they are missing.
+        if line.startswith(f"{item.id} "):
+            return line
     if summary.stopped:
         return f"not reached: {summary.stopped}"
     return "deselected"
@@ -184,9 +184,9 @@ def _window_cases(files: WindowFiles, summary: Summary) -> list[TestCase]:
     if summary.status == "INCOMPLETE":
         lines = [f"stopped: {summary.stopped}"] if summary.stopped else []
         lines += missing_lines(summary)
-        told.append(("complete", "\n".join(lines) or "no reason was recorded"))
+        told.append(("complete", "; ".join(lines) or "no reason was recorded"))
     if summary.alerts or summary.exit_code == 21:
-        told.append(("alert", "\n".join(summary.alerts) or EXIT_MEANINGS[21]))
+        told.append(("alert", "; ".join(summary.alerts) or EXIT_MEANINGS[21]))
     cases = []
     for name, text in told:
         case = _case(files, f"window::{name}", "window", None)

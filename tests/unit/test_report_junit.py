@@ -112,15 +112,35 @@ def test_an_incomplete_window_is_never_all_green(tmp_path: Path) -> None:
         status="INCOMPLETE",
         exit_code=12,
         stopped="SIGTERM",
-        incomplete=["stopped: SIGTERM", "24 items were not measured"],
+        incomplete=[
+            "stopped: SIGTERM",
+            "K1-short-b1-r0, K1-short-b1-r1 and 22 more not measured",
+        ],
     )
     folder = write_folder(tmp_path / "w", plan, [], summary)
     cases = cases_of(folder)
     (error,) = cases["window::complete"].result
     assert isinstance(error, Error)
-    assert error.message == "stopped: SIGTERM 24 items were not measured"
+    assert (
+        error.message == "stopped: SIGTERM; K1-short-b1-r0, K1-short-b1-r1 and 22 more not measured"
+    )
     assert cases["K1-short-b1-r0"].result[0].message == "not reached: SIGTERM"
     assert cases["window::restore"].result == []
+
+
+def test_an_item_of_a_start_that_never_came_up_says_so(tmp_path: Path) -> None:
+    plan = make_plan()
+    summary = make_summary(
+        plan,
+        {},
+        status="INCOMPLETE",
+        exit_code=12,
+        starts=[{"name": "I1", "arm": "fast", "reason": "not healthy within 20 s"}],
+    )
+    cases = cases_of(write_folder(tmp_path / "w", plan, [], summary))
+    (skipped,) = cases["I1-short-b1-r0"].result
+    assert skipped.message == "start I1 did not come up: not healthy within 20 s"
+    assert cases["I2-short-b1-r0"].result[0].message == "deselected"
 
 
 @pytest.mark.parametrize(
