@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, cast
 
 from ..text import one_line
 
@@ -108,6 +108,21 @@ def _standard_error(enabled: bool) -> TextIO:
     return os.fdopen(descriptor, "w", encoding="utf-8", errors="replace")
 
 
+class _Guarded:
+    """A stream whose writes erase the progress line first; everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO, progress: Progress) -> None:
+        self._stream = stream
+        self._progress = progress
+
+    def write(self, text: str) -> int:
+        self._progress.erase()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Progress:
     """Shows a window's state. Every method is safe to call at any time and never raises OSError.
 
@@ -135,6 +150,7 @@ class Progress:
         self._state: ProgressState | None = None
         self._shown = False
         self._last: float | None = None
+        self._guarded: TextIO | None = None
 
     @staticmethod
     def _can_rewrite(stream: TextIO) -> bool:
@@ -180,10 +196,23 @@ class Progress:
                 return
             self._last = now
             if self._live:
+                if self._guarded is not None:
+                    # The cursor must stand where the other's text ends before it is left there.
+                    with contextlib.suppress(OSError, ValueError):
+                        self._guarded.flush()
                 self._write(_SHOW.format(progress_line(state, self._columns() - 1)))
                 self._shown = True
             else:
                 self._write(progress_line(state) + "\n")
+
+    def guard(self, stream: TextIO) -> TextIO:
+        """Return `stream` such that whoever writes to it finds the line gone.
+
+        For pytest's own output: everything it writes erases the line first, whichever hook wrote
+        it, and the next `update` shows the line again.
+        """
+        self._guarded = stream
+        return cast(TextIO, _Guarded(stream, self))
 
     def erase(self) -> None:
         """Take the line away before somebody else writes; the next `update` shows it again."""

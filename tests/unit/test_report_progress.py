@@ -99,6 +99,31 @@ def test_pytests_line_is_left_alone_also_on_the_last_row(rows: int, clock: Clock
     assert screen.lines()[-2:] == ["cells.py .... [100%]", "4 passed"]
 
 
+def test_a_guarded_stream_finds_the_line_gone(clock: Clock) -> None:
+    screen = Screen(6)
+
+    class Shared(io.StringIO):
+        """Both streams write to one terminal."""
+
+        def write(self, text: str) -> int:
+            screen.feed(text)
+            return len(text)
+
+    progress = Progress(Shared(), live=True, clock=clock)
+    out = progress.guard(Shared())
+    out.write("cells.py ")
+    for number in range(1, 4):
+        clock.now += 1
+        progress.update(item=number, items=3)
+        assert screen.lines()[-1] == f"window: {number}/3"
+        out.write(".")
+        assert screen.lines() == [f"cells.py {'.' * number}"]
+    progress.update(items=3, phase="done")
+    out.write(" [100%]\n3 passed")
+    assert screen.lines() == ["cells.py ... [100%]", "3 passed"]
+    assert out.writable()
+
+
 def test_updates_in_quick_succession_are_not_all_written(clock: Clock) -> None:
     stream = io.StringIO()
     progress = Progress(stream, live=True, clock=clock)
