@@ -10,8 +10,10 @@ from pytest_dsv41.engines.base import (
     Server,
     Snapshot,
     base_url,
+    detect_engine,
     engine_names,
     get_engine,
+    unix_path,
 )
 from pytest_dsv41.engines.llamacpp import LlamaCpp
 from pytest_dsv41.engines.radiance import Radiance
@@ -28,8 +30,10 @@ __all__ = [
     "Snapshot",
     "Vllm",
     "base_url",
+    "detect_engine",
     "engine_names",
     "get_engine",
+    "unix_path",
 ]
 
 for _engine in (Vllm(), LlamaCpp(), Radiance()):

@@ -27,8 +27,10 @@ __all__ = [
     "Server",
     "Snapshot",
     "base_url",
+    "detect_engine",
     "engine_names",
     "get_engine",
+    "unix_path",
 ]
 
 
@@ -130,8 +132,15 @@ class Server:
 
 
 def base_url(url: str) -> str:
-    """Return `url` without a trailing slash and without the API's `/v1`."""
+    """Return `url` without a trailing slash and `/v1`; of `unix:PATH`, what is asked there."""
+    if url.startswith("unix:"):
+        return "http://localhost"
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def unix_path(url: str) -> str | None:
+    """Return PATH of `unix:PATH`, None for any other address."""
+    return url.removeprefix("unix:") if url.startswith("unix:") else None
 
 
 class Engine(ABC):
@@ -142,18 +151,21 @@ class Engine(ABC):
     """What to do about a server without counters."""
 
     @contextlib.contextmanager
-    def _client(self, client: httpx.Client | None, timeout: float) -> Iterator[httpx.Client]:
+    def _client(
+        self, client: httpx.Client | None, url: str, timeout: float
+    ) -> Iterator[httpx.Client]:
         if client is not None:
             yield client
             return
         # trust_env off: a proxy must never answer for the server.
-        with httpx.Client(timeout=timeout, trust_env=False) as own:
+        transport = httpx.HTTPTransport(uds=unix_path(url), trust_env=False)
+        with httpx.Client(transport=transport, timeout=timeout, trust_env=False) as own:
             yield own
 
     def health(self, url: str, timeout: float = 2.0, client: httpx.Client | None = None) -> Health:
         """Ask `/health`: `up`, `down` (nobody listens, or it is loading or dead), `unknown`."""
         try:
-            with self._client(client, timeout) as http:
+            with self._client(client, url, timeout) as http:
                 answer = http.get(f"{base_url(url)}/health", timeout=timeout)
         except httpx.TimeoutException:
             return Health("unknown", f"no answer within {timeout:g} s")
@@ -178,30 +190,32 @@ class Engine(ABC):
         Raises:
             MeasurementRefused: kind `models`, when the answer is none.
         """
-        data = self._json(f"{base_url(url)}/v1/models", timeout, client, kind="models")
+        data = self._json(url, "/v1/models", timeout, client, kind="models")
         try:
             return [str(row["id"]) for row in data["data"]]
         except (KeyError, TypeError):
             raise MeasurementRefused("models", f"{url}/v1/models lists no models") from None
 
-    def _json(self, url: str, timeout: float, client: httpx.Client | None, *, kind: str) -> Any:
-        answer = self._get(url, timeout, client, kind=kind)
+    def _json(
+        self, url: str, path: str, timeout: float, client: httpx.Client | None, *, kind: str
+    ) -> Any:
+        answer = self._get(url, path, timeout, client, kind=kind)
         if answer.status_code != 200:
-            raise MeasurementRefused(kind, f"{url} answered {answer.status_code}")
+            raise MeasurementRefused(kind, f"{url}{path} answered {answer.status_code}")
         try:
             return answer.json()
         except ValueError:
-            raise MeasurementRefused(kind, f"{url} did not answer JSON") from None
+            raise MeasurementRefused(kind, f"{url}{path} did not answer JSON") from None
 
     def _get(
-        self, url: str, timeout: float, client: httpx.Client | None, *, kind: str
+        self, url: str, path: str, timeout: float, client: httpx.Client | None, *, kind: str
     ) -> httpx.Response:
         try:
-            with self._client(client, timeout) as http:
-                return http.get(url, timeout=timeout)
+            with self._client(client, url, timeout) as http:
+                return http.get(f"{base_url(url)}{path}", timeout=timeout)
         except httpx.HTTPError as error:
             why = one_line(str(error) or type(error).__name__, 120)
-            raise MeasurementRefused(kind, f"{url} did not answer: {why}") from None
+            raise MeasurementRefused(kind, f"{url}{path} did not answer: {why}") from None
 
     @abstractmethod
     def scrape(
@@ -248,7 +262,7 @@ class Engine(ABC):
         body = self._tokenize_body(model, text)
         where = f"{base_url(url)}/tokenize"
         try:
-            with self._client(client, timeout) as http:
+            with self._client(client, url, timeout) as http:
                 answer = http.post(where, json=body, timeout=timeout)
             if answer.status_code != 200:
                 raise MeasurementRefused("tokenize", f"{where} answered {answer.status_code}")
@@ -293,3 +307,26 @@ def get_engine(name: str) -> Engine:
         raise UsageError(
             f"engine {one_line(name, 40)!r}: not known; valid: {', '.join(engine_names())}"
         ) from None
+
+
+def detect_engine(url: str, timeout: float = 5.0) -> str:
+    """Return the name of the dialect that the server at `url` speaks.
+
+    The owner in `/v1/models` says it; where that is no known name, the counters' prefix does.
+
+    Raises:
+        MeasurementRefused: kind `engine`: the server does not answer, or speaks none of them.
+    """
+    any_engine = next(iter(ENGINES.values()))
+    data = any_engine._json(url, "/v1/models", timeout, None, kind="engine")
+    with contextlib.suppress(KeyError, TypeError, IndexError):
+        owner = str(data["data"][0]["owned_by"]).lower()
+        if owner in ENGINES:
+            return owner
+    text = any_engine._get(url, "/metrics", timeout, None, kind="engine").text
+    for name in engine_names():
+        if f"\n{name}:" in f"\n{text}":
+            return name
+    raise MeasurementRefused(
+        "engine", f"{url}: speaks no known dialect; name one: {', '.join(engine_names())}"
+    )

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 
 import httpx
 
-from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot, base_url
+from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
 from pytest_dsv41.engines.counters import read_samples, refuse_resets
 from pytest_dsv41.errors import MeasurementRefused
 
@@ -50,8 +50,8 @@ class Vllm(Engine):
         self, url: str, timeout: float = 5.0, client: httpx.Client | None = None
     ) -> Snapshot:
         """Read `/metrics`; see `Engine.scrape`."""
-        where = f"{base_url(url)}/metrics"
-        answer = self._get(where, timeout, client, kind="no-counters")
+        where = f"{url}/metrics"
+        answer = self._get(url, "/metrics", timeout, client, kind="no-counters")
         at = time.monotonic_ns()
         if answer.status_code != 200:
             raise MeasurementRefused("no-counters", f"{where} answered {answer.status_code}")

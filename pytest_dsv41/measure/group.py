@@ -14,18 +14,18 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import httpx
 
-from pytest_dsv41.engines import Engine, Server, Snapshot, base_url, get_engine
+from pytest_dsv41.engines import Engine, Server, Snapshot, base_url, get_engine, unix_path
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused
 from pytest_dsv41.measure.cell import Request, prompt_identity
 from pytest_dsv41.measure.metrics import Value, values_of
 from pytest_dsv41.measure.stream import StreamRecord, read_stream
 from pytest_dsv41.measure.transport import WireTransport
-from pytest_dsv41.measure.wire import TRANSPORT, Call, Exchange, Limits, Loop
+from pytest_dsv41.measure.wire import TRANSPORT, Call, Connection, Exchange, Limits, Loop
 
 __all__ = ["Endpoint", "GroupResult", "Progress", "evaluate", "measure_group", "stream_group"]
 
@@ -72,6 +72,7 @@ class GroupResult:
     before: Snapshot
     after: Snapshot
     notes: tuple[str, ...] = ()
+    model: str = ""
     exchanges: tuple[Exchange, ...] = field(default=(), repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +98,9 @@ def control_client(
     context: ssl.SSLContext | None = None,
 ) -> Iterator[httpx.Client]:
     """An httpx client over the project's own wire, ended by the stop event and the deadline."""
-    transport = WireTransport(stop=stop, deadline_ns=deadline_ns, context=context)
+    transport = WireTransport(
+        stop=stop, deadline_ns=deadline_ns, context=context, unix=unix_path(endpoint.url)
+    )
     with httpx.Client(
         transport=transport, trust_env=False, headers=dict(endpoint.headers), timeout=_SCRAPE_S
     ) as client:
@@ -165,29 +168,30 @@ def measure_group(
             gauge=watch if any(request.late for request in requests) else None,
         )
         after = _settled(engine, endpoint, client, before, streams, stop)
-        return evaluate(
-            engine, requests, streams, before, after, require=require, exchanges=exchanges
-        )
+        caches = [request.sampling.cache for request in requests]
+        result = evaluate(engine, caches, streams, before, after, require=require)
+        return replace(result, model=model, exchanges=tuple(exchanges))
 
 
 def evaluate(
     engine: Engine,
-    requests: Sequence[Request],
+    caches: Sequence[str],
     streams: Sequence[StreamRecord],
     before: Snapshot,
     after: Snapshot,
     *,
     require: Sequence[str] = (),
-    exchanges: Sequence[Exchange] = (),
 ) -> GroupResult:
     """Put streams and counters together; pure, so that a record can be evaluated again.
+
+    `caches` is each request's `Sampling.cache`.
 
     Raises:
         MeasurementRefused: kinds `foreign-request`, `reset`, `identity`, `warm-cache`,
             `cold-cache`, `clocks`, or a metric's reason under `require`.
     """
     server = engine.account(before, after, [stream.in_band for stream in streams])
-    notes = _check(requests, streams, server)
+    notes = _check(set(caches), streams, server)
     values, missing = values_of(streams, server)
     for name in require:
         if name not in values:
@@ -204,7 +208,6 @@ def evaluate(
         before,
         after,
         notes,
-        tuple(exchanges),
     )
 
 
@@ -232,10 +235,9 @@ def stream_group(
     with Loop(stop=stop, context=context) as loop:
         try:
             for call in calls:
-                exchange = Exchange(call, _connect(loop, call.url, deadline_ns))
+                exchange = Exchange(call, _connect(loop, endpoint, call.url, deadline_ns))
                 exchange.keep_raw = keep_bytes
                 exchanges.append(exchange)
-            offset_ns = loop.offset_ns
             early = [x for x, request in zip(exchanges, requests, strict=True) if not request.late]
             gates = {
                 index: lambda: all(_decodes(exchange) for exchange in early)
@@ -256,7 +258,6 @@ def stream_group(
     streams = [
         read_stream(
             exchange,
-            offset_ns=offset_ns,
             prompt_sha256=request.prompt_sha256,
             max_tokens=request.max_tokens,
             exact=request.sampling.ignore_eos,
@@ -290,9 +291,9 @@ def _call(engine: Engine, endpoint: Endpoint, model: str, request: Request) -> C
     )
 
 
-def _connect(loop: Loop, url: str, deadline_ns: int) -> Any:
+def _connect(loop: Loop, endpoint: Endpoint, url: str, deadline_ns: int) -> Connection:
     try:
-        return loop.connect(url, deadline_ns)
+        return loop.connect(url, deadline_ns, unix=unix_path(endpoint.url))
     except TimeoutError:
         raise MeasurementFailed("connect", "no connection at the deadline") from None
     except InterruptedError:
@@ -395,11 +396,8 @@ def _settled(
         last = now
 
 
-def _check(
-    requests: Sequence[Request], streams: Sequence[StreamRecord], server: Server
-) -> tuple[str, ...]:
+def _check(caches: set[str], streams: Sequence[StreamRecord], server: Server) -> tuple[str, ...]:
     notes = [note for stream in streams for note in stream.notes]
-    caches = {request.sampling.cache for request in requests}
     if server.cached_tokens is None:
         if caches - {"any"}:
             notes.append("cache-unproved")

@@ -17,10 +17,10 @@ from pytest_dsv41.engines import InBand
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused
 from pytest_dsv41.measure.clock import Stamp, stamps
 from pytest_dsv41.measure.sse import Event, SseParser, TooLongError
-from pytest_dsv41.measure.wire import Exchange
+from pytest_dsv41.measure.wire import Exchange, Read
 from pytest_dsv41.text import one_line
 
-__all__ = ["EventRecord", "StreamRecord", "read_stream"]
+__all__ = ["EventRecord", "StreamRecord", "read_pieces", "read_stream"]
 
 _NO_TEXT: Final = frozenset({"role", "tool_calls", "function_call"})
 
@@ -198,18 +198,12 @@ class StreamRecord:
 
 
 def read_stream(
-    exchange: Exchange,
-    *,
-    offset_ns: int,
-    prompt_sha256: str,
-    max_tokens: int,
-    exact: bool,
+    exchange: Exchange, *, prompt_sha256: str, max_tokens: int, exact: bool
 ) -> StreamRecord:
     """Make the record of a finished exchange.
 
     Args:
         exchange: a streamed request of `measure.wire`, at its end.
-        offset_ns: wall minus monotonic clock when it was written.
         prompt_sha256: the identity of what was sent.
         max_tokens: how many tokens were asked for.
         exact: exactly that many were asked for (ignore_eos).
@@ -221,12 +215,15 @@ def read_stream(
     if exchange.failure is not None:
         raise MeasurementFailed(exchange.failure.kind, exchange.failure.message)
     _check_head(exchange)
-    reader = _Reader()
-    times = stamps(exchange.reads, offset_ns=offset_ns, start_ns=exchange.write_start_ns)
-    reader.read(exchange.pieces, times)
-    if any(stamp.stepped for stamp in times):
-        reader.notes.append("clock-stepped")
-    record = reader.record(exchange, prompt_sha256)
+    record = read_pieces(
+        exchange.pieces,
+        exchange.reads,
+        offset_ns=exchange.offset_ns,
+        start_ns=exchange.write_start_ns,
+        send_ns=exchange.write_end_ns - exchange.write_start_ns,
+        end_ns=exchange.end_ns,
+        prompt_sha256=prompt_sha256,
+    )
     if exact and record.completion_tokens != max_tokens:
         raise MeasurementFailed(
             "delivered", f"{record.completion_tokens} tokens came, {max_tokens} were asked for"
@@ -241,6 +238,29 @@ def read_stream(
             f"finished for length after {record.completion_tokens} of {max_tokens} tokens",
         )
     return record
+
+
+def read_pieces(
+    pieces: Sequence[tuple[int, bytes]],
+    reads: Sequence[Read],
+    *,
+    offset_ns: int,
+    start_ns: int,
+    send_ns: int,
+    end_ns: int,
+    prompt_sha256: str,
+) -> StreamRecord:
+    """Make a stream's record from its body's pieces, each with the index of its read.
+
+    Raises:
+        MeasurementFailed, MeasurementRefused: as `read_stream`.
+    """
+    reader = _Reader()
+    times = stamps(reads, offset_ns=offset_ns, start_ns=start_ns)
+    reader.read(pieces, times)
+    if any(stamp.stepped for stamp in times):
+        reader.notes.append("clock-stepped")
+    return reader.record(start_ns, send_ns, end_ns, prompt_sha256)
 
 
 def _check_head(exchange: Exchange) -> None:
@@ -449,7 +469,7 @@ class _Reader:
             return len(ids)
         return entries
 
-    def record(self, exchange: Exchange, prompt_sha256: str) -> StreamRecord:
+    def record(self, start_ns: int, send_ns: int, end_ns: int, prompt_sha256: str) -> StreamRecord:
         """Put the pieces together and hold them against each other."""
         total, source = self._total()
         token_events = [event for event in self.events if event.kind == "token"]
@@ -458,9 +478,9 @@ class _Reader:
         first, last = token_events[0], token_events[-1]
         output = {name: "".join(parts) for name, parts in self.texts.items()}
         return StreamRecord(
-            start_ns=exchange.write_start_ns,
-            send_ns=exchange.write_end_ns - exchange.write_start_ns,
-            end_ns=exchange.end_ns,
+            start_ns=start_ns,
+            send_ns=send_ns,
+            end_ns=end_ns,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=total,
             count_source=source,

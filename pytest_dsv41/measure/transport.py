@@ -28,6 +28,7 @@ class WireTransport(httpx.BaseTransport):
         stop: ends whatever runs once it is set.
         deadline_ns: no request lives longer (`time.monotonic_ns`); None for no such bound.
         context: TLS settings; None for the system's.
+        unix: path of a Unix socket that every request goes over.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class WireTransport(httpx.BaseTransport):
         stop: threading.Event | None = None,
         deadline_ns: int | None = None,
         context: ssl.SSLContext | None = None,
+        unix: str | None = None,
     ) -> None:
+        self._unix = unix
         self._loop = Loop(stop=stop, context=context)
         self._deadline_ns = deadline_ns
         self._idle: dict[str, Connection] = {}
@@ -78,7 +81,7 @@ class WireTransport(httpx.BaseTransport):
         if self._deadline_ns is not None:
             deadline = min(deadline, self._deadline_ns)
         try:
-            return self._loop.connect(url, deadline)
+            return self._loop.connect(url, deadline, unix=self._unix)
         except TimeoutError:
             raise httpx.ConnectTimeout("no connection in time", request=request) from None
         except InterruptedError:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
 
 from pytest_dsv41.errors import MeasurementRefused, UsageError
@@ -36,6 +36,7 @@ __all__ = [
     "Connection",
     "Exchange",
     "Failure",
+    "Framing",
     "Limits",
     "Loop",
     "Read",
@@ -92,24 +93,20 @@ class Address:
     host: str
     port: int
     path: str
-    unix: str | None = None
 
     @property
     def host_header(self) -> str:
         """The value of the Host header."""
-        if self.unix is not None:
-            return "localhost"
         host = f"[{self.host}]" if ":" in self.host else self.host
         default = 443 if self.scheme == "https" else 80
         return host if self.port == default else f"{host}:{self.port}"
 
 
 def parse_url(url: str) -> Address:
-    """Split an http, https or http+unix URL (`http+unix://%2Frun%2Fserver.sock/v1`).
+    """Split an http or https URL.
 
     Raises:
         UsageError: another scheme, no host, or a port that is none.
-        MeasurementRefused: kind `proxy`, when the environment puts a proxy in between.
     """
     parts = urlsplit(url)
     try:
@@ -117,17 +114,10 @@ def parse_url(url: str) -> Address:
     except ValueError:
         raise UsageError(f"{one_line(url)}: the port is not a number from 0 to 65535") from None
     path = parts.path + (f"?{parts.query}" if parts.query else "")
-    if parts.scheme == "http+unix":
-        if not parts.netloc:
-            raise UsageError(
-                f"{one_line(url)}: no socket path; write http+unix://%2Fpath%2Fto.sock"
-            )
-        return Address("http", "localhost", 80, path or "/", unquote(parts.netloc))
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(
-            f"{one_line(url)}: not a server address; valid: http://host:port, https://…, http+unix://…"
+            f"{one_line(url)}: not a server address; valid: http://host:port, https://…, unix:PATH"
         )
-    _refuse_proxy(parts.scheme, parts.hostname)
     default = 443 if parts.scheme == "https" else 80
     return Address(parts.scheme, parts.hostname, default if port is None else port, path or "/")
 
@@ -189,10 +179,11 @@ class Call:
         return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + self.body
 
 
-class _Framing:
+class Framing:
     """Where the head ends and what of the bytes is body; fed as they come."""
 
     def __init__(self, method: str) -> None:
+        """Expect the answer to a `method` request."""
         self.method = method
         self.status: int | None = None
         self.headers: dict[str, str] = {}
@@ -440,6 +431,8 @@ class Exchange:
         self.write_start_ns = 0
         self.write_end_ns = 0
         self.end_ns = 0
+        self.offset_ns = 0
+        """Wall minus monotonic clock when the request was written."""
         self.reads: list[Read] = []
         self.pieces: list[tuple[int, bytes]] = []
         """(index of the read, body bytes it brought), in order."""
@@ -448,7 +441,7 @@ class Exchange:
         self.body_size = 0
         self.data_lines = 0
         self._request = call.encode()
-        self.framing = _Framing(call.method)
+        self.framing = Framing(call.method)
         self.finished = False
         self.started = False
         self.keep_raw = False
@@ -496,8 +489,6 @@ class Exchange:
         """Book one read."""
         index = len(self.reads)
         self.reads.append(read)
-        if self.keep_raw:
-            self.raw.append(data)
         if not data:
             if self.framing.eof():
                 self._end(read.at_ns)
@@ -506,7 +497,10 @@ class Exchange:
                 self.fail(kind, "the connection was closed before the response was whole")
             return
         try:
-            body = self.framing.feed(self.connection.decrypt(data))
+            plain = self.connection.decrypt(data)
+            if self.keep_raw:
+                self.raw.append(plain)
+            body = self.framing.feed(plain)
         except (ValueError, ssl.SSLError) as error:
             self.fail("not-http", f"the answer is not HTTP: {one_line(str(error))}")
             return
@@ -593,18 +587,20 @@ class Loop:
                 break
         return offset
 
-    def connect(self, url: str, deadline_ns: int) -> Connection:
-        """Open a connection, with TLS where the URL says so.
+    def connect(self, url: str, deadline_ns: int, *, unix: str | None = None) -> Connection:
+        """Open a connection, with TLS where the URL says so; over the Unix socket `unix` if given.
 
         Raises:
+            MeasurementRefused: kind `proxy`, when the environment puts a proxy in between.
             ConnectionError: refused, unreachable, TLS not agreed, or a name unknown.
             TimeoutError: not open at the deadline.
             InterruptedError: the stop event was set.
         """
         address = parse_url(url)
-        if address.unix is not None:
+        if unix is not None:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            return self._open(address, sock, address.unix, deadline_ns)
+            return self._open(address, sock, unix, deadline_ns)
+        _refuse_proxy(address.scheme, address.host)
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -681,6 +677,7 @@ class Loop:
     def start(self, exchange: Exchange) -> None:
         """Write the request and watch for the answer."""
         exchange.connection.last_recv_ns = time.monotonic_ns()
+        self.offset_ns = exchange.offset_ns = self.sample_offset()
         pending = exchange.begin()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if pending else 0)
         if not exchange.finished:

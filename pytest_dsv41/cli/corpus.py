@@ -1,0 +1,60 @@
+"""`dsv41 corpus cut`: texts cut to token lengths by the server's own tokenizer, and pinned."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "Build a corpus: texts cut to asked lengths by the server's tokenizer, each pinned by hash."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    cut = actions.add_parser("cut", help="cut prompts out of a text and add them to a corpus")
+    cut.add_argument("url", metavar="URL", help="a server with /tokenize")
+    cut.add_argument("text", type=Path, metavar="TEXT", help="the text to cut from")
+    cut.add_argument("folder", type=Path, metavar="FOLDER", help="the corpus; made where missing")
+    cut.add_argument(
+        "--cut",
+        action="append",
+        required=True,
+        metavar="NAME=TOKENS",
+        help="a prompt and its length; several follow one another in the text",
+    )
+    cut.add_argument("--engine", default="vllm", help="vllm (default), llamacpp or radiance")
+    cut.add_argument("--model", default="", help="default: the first of /v1/models")
+    check = actions.add_parser("check", help="hold every text of a corpus against its pin")
+    check.add_argument("folder", type=Path, metavar="FOLDER")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Cut or check."""
+    from ..measure.corpus import Corpus
+
+    if args.action == "check":
+        corpus = Corpus.load(args.folder)
+        for name in sorted(corpus.cuts):
+            prompt = corpus.prompt(name)
+            print(f"{name:<20}{prompt.tokens or '–':>10} tokens  {prompt.sha256}")
+        return 0
+    from ..engines import get_engine
+    from ..errors import UsageError
+    from ..measure.cut import cut_texts
+
+    wanted: list[tuple[str, int]] = []
+    for pair in args.cut:
+        name, equals, count = pair.partition("=")
+        if not equals or not name or not count.isdigit() or int(count) < 1:
+            raise UsageError(f"--cut {pair}: write NAME=TOKENS")
+        wanted.append((name, int(count)))
+    engine = get_engine(args.engine)
+    model = args.model or engine.models(args.url)[0]
+    for prompt in cut_texts(
+        args.text.read_bytes().decode(),
+        wanted,
+        lambda text: len(engine.tokenize(args.url, model, text)),
+        args.folder,
+    ):
+        print(f"{prompt.name:<20}{prompt.tokens:>10} tokens  {prompt.sha256}")
+    return 0

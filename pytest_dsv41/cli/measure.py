@@ -1,0 +1,201 @@
+"""`dsv41 measure URL`: one request or one group, measured and judged exactly as a cell does it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..measure import GroupResult, Progress, Request
+
+HELP = "Measure one request or group against a running server; exit 0 with values, 1 without."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("url", metavar="URL", help="http://host:port, https://… or unix:PATH")
+    parser.add_argument("--engine", default="vllm", help="vllm (default), llamacpp or radiance")
+    parser.add_argument("--model", default="", help="default: the first of /v1/models")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text; - for stdin")
+    source.add_argument("--messages", type=Path, metavar="FILE", help="chat messages, JSON")
+    source.add_argument(
+        "--prompt", default="short", metavar="NAME", help="a prompt of a corpus (default: short)"
+    )
+    parser.add_argument("--chat", action="store_true", help="over /v1/chat/completions")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ask for exactly N tokens (default)",
+    )
+    parser.add_argument(
+        "--cache",
+        choices=("cold", "warm", "any"),
+        default="cold",
+        help="what the prompt cache must have done (default: cold)",
+    )
+    parser.add_argument("--salt", default=None, help="cache salt of warm requests")
+    parser.add_argument("--concurrency", type=int, default=1, metavar="B", help="requests a group")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N")
+    parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help="per repeat")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep raw records here")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; print the values, or the reason why there are none."""
+    from ..errors import MeasurementFailed, MeasurementRefused, UsageError
+
+    for name, low in (("max_tokens", 1), ("concurrency", 1), ("repeats", 1)):
+        if getattr(args, name) < low:
+            raise UsageError(f"--{name.replace('_', '-')}: at least {low}")
+    requests = _requests(args)
+    rows: list[dict[str, Any]] = []
+    code = 0
+    with _stop_on_signals() as stop:
+        for repeat in range(args.repeats):
+            try:
+                result = _measure(args, requests, repeat, stop)
+            except (MeasurementFailed, MeasurementRefused) as error:
+                outcome = "failed" if isinstance(error, MeasurementFailed) else "refused"
+                rows.append({"outcome": outcome, "kind": error.kind, "reason": str(error)})
+                code = 1
+                if error.kind == "stopped":
+                    break
+                continue
+            rows.append({"outcome": "measured", **result.to_json()})
+    if args.json:
+        print(json.dumps({"url": args.url, "engine": args.engine, "repeats": rows}, indent=1))
+    else:
+        _show(rows)
+    return code
+
+
+def _requests(args: argparse.Namespace) -> tuple[Request, ...]:
+    from ..errors import UsageError
+    from ..measure import Request, Sampling
+    from ..measure.corpus import find_prompt
+
+    try:
+        sampling = Sampling(
+            temperature=args.temperature, ignore_eos=args.ignore_eos, cache=args.cache
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    if args.messages is not None:
+        try:
+            data = json.loads(args.messages.read_text())
+        except ValueError as error:
+            raise UsageError(f"{args.messages}: not JSON: {error}") from None
+        if not isinstance(data, list) or not all(isinstance(row, dict) for row in data):
+            raise UsageError(f"{args.messages}: not a list of messages")
+        messages = tuple(data)
+    elif args.prompt_file is not None:
+        stdin = str(args.prompt_file) == "-"
+        text = sys.stdin.read() if stdin else args.prompt_file.read_bytes().decode()
+    else:
+        text = find_prompt(args.prompt).text
+    return tuple(
+        Request(
+            max_tokens=args.max_tokens,
+            prompt=text,
+            messages=messages,
+            api="chat" if args.chat or messages is not None else "completions",
+            sampling=sampling,
+            seed=None if args.seed is None else args.seed + member,
+            salt=args.salt,
+        )
+        for member in range(args.concurrency)
+    )
+
+
+def _measure(
+    args: argparse.Namespace, requests: tuple[Request, ...], repeat: int, stop: threading.Event
+) -> GroupResult:
+    from ..measure import Endpoint, measure_group
+
+    endpoint = Endpoint(args.url, args.engine, args.model)
+    shown = sys.stderr.isatty() and not args.json
+
+    def progress(now: Progress) -> None:
+        rate = f"{now.tok_s:.1f} tokens/s" if now.tokens else "waiting for the first token"
+        print(f"\r\033[K{now.tokens} tokens, {rate}", end="", file=sys.stderr, flush=True)
+
+    try:
+        result = measure_group(
+            endpoint,
+            requests,
+            deadline_s=args.deadline,
+            stop=stop,
+            progress=progress if shown else None,
+        )
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    if args.record is not None:
+        from ..measure.record import write_record
+
+        write_record(
+            args.record / f"measure-r{repeat}.jsonl",
+            endpoint,
+            result,
+            caches=tuple(request.sampling.cache for request in requests),
+        )
+    return result
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """SIGINT and SIGTERM end the measurement at once, sockets closed, and it says so."""
+    stop = threading.Event()
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from ..text import one_line
+
+    several = len(rows) > 1
+    for index, row in enumerate(rows):
+        head = f"repeat {index}: " if several else ""
+        if row["outcome"] != "measured":
+            print(f"{head}{row['outcome'].upper()} {row['kind']}: {one_line(row['reason'])}")
+            continue
+        if several:
+            print(head.rstrip(" "))
+        for name, value in row["values"].items():
+            source = value["source"]
+            print(f"  {name:<20}{value['value']:>14.3f} {value['unit']:<14}{source}")
+        for name, reason in row["missing"].items():
+            print(f"  {name:<20}{'–':>14} {reason}")
+        server = row["server"]
+        print(
+            f"  {server['tokens']} tokens, {server['rounds']} rounds, "
+            f"{server['accepted']} accepted of {server['draft_tokens']} drafted, "
+            f"{server['cached_tokens']} of {server['prompt_tokens']} prompt tokens cached, "
+            f"prompt {row['prompt_sha256'][:12]}"
+        )
+        if row["notes"]:
+            print(f"  notes: {', '.join(row['notes'])}")
