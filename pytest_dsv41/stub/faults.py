@@ -202,7 +202,38 @@ def parse(texts: Iterable[str], path: str = "") -> Faults:
         if equals and not fault.arg:
             raise UsageError(f"fault {name} takes no argument")
         args[name] = arg if equals else fault.default
+        _check(name, fault.arg, args[name])
     return Faults(args)
+
+
+_NUMBERS = ("ms", "n", "k", "s", "p", "byte", "bytes", "times", "tokens", "code", "index")
+
+
+def _check(name: str, form: str, arg: str) -> None:
+    """Raise UsageError when `arg` does not have the form that the table gives."""
+    if not form:
+        return
+    bad = UsageError(f"fault {name}={arg}; valid: {name}={form}")
+    if "…" in form:
+        parts = [("p", text) for text in arg.split(";")]
+    else:
+        names = form.replace("[", "").replace("]", "").split(":")
+        if "|" in form and "[:n]" in form:
+            # The number belongs to one of the words only: first|mid[:n]|after-finish.
+            names = [form.replace("[:n]", ""), "n"]
+        given = arg.split(":") if ":" in form else [arg]
+        heads = names[0].split("|")
+        if len(given) > len(names) or (
+            len(heads) > 1 and "name" not in heads and given[0] not in heads
+        ):
+            raise bad
+        parts = list(zip(names, given, strict=False))
+    for kind, text in parts:
+        if kind in _NUMBERS:
+            try:
+                float(text)
+            except ValueError:
+                raise bad from None
 
 
 def faults_of(header: str, field: Any, always: Iterable[str], path: str) -> Faults:

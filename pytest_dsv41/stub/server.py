@@ -38,9 +38,11 @@ class Server:
     """One stub server. `run` serves until `stop`, which any thread may call."""
 
     def __init__(self, profile: Profile, *, keep_truth: bool = True) -> None:
+        parse_faults(profile.fault)
         self.profile = profile
-        self.loop = Loop()
         self.truth = Truth(profile.truth, keep=keep_truth)
+        self._listener = _listen(profile)
+        self.loop = Loop()
         self._truth_on = keep_truth or bool(profile.truth)
         self.started = int(time.time())
         self.profiling = False
@@ -49,7 +51,6 @@ class Server:
         self._always: tuple[str, ...] = profile.fault
         self._refusals: dict[str, int] = {}
         self._scrapes = 0
-        parse_faults(profile.fault)
         self.ledger: VllmLedger | LlamaLedger
         self.api: Vllm | LlamaCpp
         self._other_process: VllmLedger | LlamaLedger
@@ -68,7 +69,6 @@ class Server:
             ("POST", "/stub/restart"): self._restart,
             ("GET", "/stub/truth"): self._tell_truth,
         }
-        self._listener = _listen(profile)
         self._listening = True
         self.loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
 
@@ -103,7 +103,7 @@ class Server:
         if self.profile.uds:
             with contextlib.suppress(OSError):
                 os.unlink(self.profile.uds)  # noqa: PTH108 - pathlib is not loaded
-        self.truth.flush()
+        self.truth.close()
 
     def stop_listening(self) -> None:
         """Close the port; streams that run go on."""

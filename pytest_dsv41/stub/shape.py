@@ -11,13 +11,10 @@ from typing import Any
 
 from pytest_dsv41.stub.engine import Step
 from pytest_dsv41.stub.faults import Faults
-from pytest_dsv41.stub.http import BadRequest
 from pytest_dsv41.stub.language import Choice
 from pytest_dsv41.stub.wire import Event
 
 __all__ = ["Regroup", "Shaper"]
-
-_USAGES = ("final", "last-choice", "continuous", "null", "absent", "wrong", "nonmonotonic", "delta")
 
 
 class Regroup:
@@ -61,8 +58,6 @@ class Shaper:
         self.usage = ""
         if "usage" in faults:
             self.usage = faults.parts("usage")[0]
-            if self.usage not in _USAGES:
-                raise BadRequest(f"fault usage: {self.usage!r}; valid: {', '.join(_USAGES)}")
 
     def want_usage(self, include: bool, continuous: bool) -> tuple[bool, bool]:
         """Return whether usage is told at the end, and in every chunk."""
@@ -129,11 +124,10 @@ class Shaper:
         if self._role is not None:
             out.append(self._role)
             self._role = None
-        if "error" in faults and faults.parts("error")[0] == "mid":
-            after = faults.parts("error")[1:] or ["2"]
-            if self._told == int(after[0]):
-                self.failed = True
-                out.append(self._error_event())
+        is_mid = "error" in faults and faults.parts("error")[0] == "mid"
+        if is_mid and self._told == faults.count("error", 1):
+            self.failed = True
+            out.append(self._error_event())
         return out
 
     def _shape_delta(self, delta: dict[str, Any]) -> None:

@@ -12,8 +12,11 @@ import json
 import os
 from typing import Any, NamedTuple
 
+from pytest_dsv41.errors import UsageError
+
 __all__ = ["Mark", "Truth"]
 
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _MOST = 2_000_000
 _BATCH = 2000
 
@@ -27,14 +30,18 @@ class Mark(NamedTuple):
 
 
 class Truth:
-    """Collects the lines; appends them to `path` now and then when there is one."""
+    """Collects the lines; appends them to `path` now and then when there is one.
+
+    UsageError when the file cannot be opened.
+    """
 
     def __init__(self, path: str = "", *, keep: bool = True) -> None:
-        self._fd = (
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            if path
-            else -1
-        )
+        self._fd = -1
+        if path:
+            try:
+                self._fd = os.open(path, _APPEND, 0o600)
+            except OSError as error:
+                raise UsageError(f"dsv41 stub: truth {path}: {error.strerror}") from None
         self._keep = keep
         self._written = 0
         self._rows: list[tuple[int, object, int, int, int, int]] = []
@@ -62,6 +69,13 @@ class Truth:
             self._written = len(self._rows)
         else:
             self._rows.clear()
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        self.flush()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def flush_some(self) -> None:
         """Append to the file when enough has come together to be worth a write."""
