@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+import junitparser
 import pytest
-from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
+from junitparser import Error, Failure, JUnitXml, Skipped
 from report_folder import (
     broken,
     decide,
@@ -25,12 +26,12 @@ from pytest_dsv41.report.junit import write_junit
 RESTORED = {"status": "RESTORED", "answers_identical": 6, "seconds": 3.2}
 
 
-def suite_of(folder: Path) -> TestSuite:
+def suite_of(folder: Path) -> junitparser.TestSuite:
     (suite,) = JUnitXml.fromfile(str(write_junit(folder)))
     return suite
 
 
-def cases_of(folder: Path) -> dict[str, TestCase]:
+def cases_of(folder: Path) -> dict[str, junitparser.TestCase]:
     suite = suite_of(folder)
     cases = {case.name: case for case in suite}
     assert len(cases) == suite.tests == len(list(suite))
