@@ -36,6 +36,7 @@ from .result import (
     Decision,
     Group,
     SeriesResult,
+    lost_by,
     window_verdict,
 )
 from .series import ORIENTATION, Refused, as_tuple, check_identity, check_values
@@ -240,6 +241,7 @@ def decide_paired_cell(
     of pairs, a start_sd for a metric the cell does not have, values no rule can judge, and prompt
     identities that are missing or differ.
     """
+    _check_window({cell: series}, ())
     return _decide(
         cell,
         series,
@@ -336,6 +338,9 @@ def _check_window(cells: Mapping[str, Sequence[SeededSeries]], decisive: tuple[s
     for name, series in cells.items():
         if not series:
             raise Refused("a cell without series", cell=name)
+        for one in series:
+            if not isinstance(one, SeededSeries):
+                raise Refused(f"{one!r} is not a seeded series", cell=name)
     per_profile: dict[str, list[str]] = {}
     for name in decisive:
         if any(one.report_only for one in cells[name]):
@@ -358,8 +363,6 @@ def _decide(
     streams_identical: bool | None,
     decides: bool,
 ) -> CellResult:
-    if not series:
-        raise Refused("a cell needs at least one series", cell=cell)
     if not (streams_identical is None or isinstance(streams_identical, bool)):
         raise Refused(
             f"streams_identical must be True or False, got {streams_identical!r}", cell=cell
@@ -376,7 +379,7 @@ def _decide(
         for index, (one, (controls, candidate)) in enumerate(zip(series, values, strict=True))
     )
     primary = judged[0]
-    losers = [one.metric for one in judged if one.verdict == LOSS]
+    lost = lost_by(judged)
     if expect_identical and len(series[0].controls) < 2:
         verdict, reason = INCONCLUSIVE, "identical streams were expected of two control starts"
     elif expect_identical and not streams_identical:
@@ -387,8 +390,8 @@ def _decide(
         )
     elif primary.aa is not None and primary.aa["drift"]:
         verdict, reason = INCONCLUSIVE, primary.reason
-    elif losers:
-        verdict, reason = LOSS, f"{' and '.join(losers)} lost"
+    elif lost:
+        verdict, reason = LOSS, lost
     else:
         verdict, reason = primary.verdict, primary.reason
     return CellResult(cell, verdict, decides, judged, reason, profile=series[0].profile)
@@ -397,8 +400,6 @@ def _decide(
 def _check_series(cell: str, series: Sequence[SeededSeries]) -> None:
     metrics: set[str] = set()
     for one in series:
-        if not isinstance(one, SeededSeries):
-            raise Refused(f"{one!r} is not a seeded series", cell=cell)
         if one.cell != cell:
             raise Refused(f"a series of cell {one.cell!r}", cell=cell, metric=one.metric)
         if one.metric in metrics:

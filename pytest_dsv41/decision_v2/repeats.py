@@ -30,6 +30,7 @@ from .result import (
     Decision,
     Group,
     SeriesResult,
+    lost_by,
     percent,
     window_verdict,
 )
@@ -97,9 +98,8 @@ def decide_cell(series: Sequence[Series], *, decides: bool = True, revision: int
         _judge_series(one, control, candidate, guard=index > 0, revision=revision)
         for index, (one, (control, candidate)) in enumerate(zip(series, values, strict=True))
     )
-    losers = [one.metric for one in judged if one.verdict == LOSS]
-    if losers:
-        verdict, reason = LOSS, f"{' and '.join(losers)} lost"
+    if lost := lost_by(judged):
+        verdict, reason = LOSS, lost
     else:
         verdict, reason = judged[0].verdict, judged[0].reason
     return CellResult(cell, verdict, decides, judged, reason)

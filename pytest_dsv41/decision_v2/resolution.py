@@ -11,6 +11,7 @@ definition (`pooled_cv`); `diff_cv` the measured one of paired differences. All 
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -154,8 +155,8 @@ def queue(
     return Resolution(verdict, design, gain, half, 2 * half, least, reason)
 
 
-def _spread(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _spread(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise Refused(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value) or value < 0:
         raise Refused(f"{name} must be a fraction of at least 0, got {value!r}")

@@ -28,6 +28,12 @@ def window_verdict(cells: Iterable[str]) -> str:
     return CANDIDATE if WIN in verdicts else INCONCLUSIVE
 
 
+def lost_by(series: Iterable[SeriesResult]) -> str | None:
+    """Which metrics lost, in words; None if none did."""
+    losers = [metric_label(one.metric) for one in series if one.verdict == LOSS]
+    return f"{' and '.join(losers)} lost" if losers else None
+
+
 def percent(fraction: float) -> str:
     """A fraction as a percentage with one decimal, without a minus on a rounded zero."""
     text = f"{100 * fraction:.1f}"
@@ -182,7 +188,10 @@ class CellResult:
         text += [_guard_sentence(guard) for guard in guards]
         if self.verdict != primary.verdict or self.verdict == INCONCLUSIVE:
             text.append(f"{self.verdict}: {self.reason}." if self.reason else f"{self.verdict}.")
-        if self.verdict == INCONCLUSIVE and primary.reason == self.reason:
+        drifted = primary.aa is not None and primary.aa["drift"]
+        if drifted:
+            text.append("Only control starts that agree can judge a candidate: measure again.")
+        elif self.verdict == INCONCLUSIVE and primary.reason == self.reason:
             text.append(_more_data(primary))
         if not self.decides:
             text.append("Reported only: it decides nothing.")

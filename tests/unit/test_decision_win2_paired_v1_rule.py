@@ -206,6 +206,7 @@ def test_drift_between_control_starts_overrules_a_win_and_a_loss() -> None:
         assert primary.aa["p"] == 2 / 64
         assert cell.verdict == "INCONCLUSIVE"
         assert "A/A drift" in cell.reason
+        assert cell.explain().endswith("measure again.")
 
 
 def test_a_difference_of_the_starts_that_p_does_not_confirm_is_no_drift() -> None:
@@ -386,6 +387,27 @@ def test_a_report_only_cell_cannot_be_named_as_a_decision_cell() -> None:
     with pytest.raises(Refused, match="bridge: is report-only"):
         decide_paired_window(cells, ["bridge"])
     assert report_paired_window(cells).verdict == "COMPLETE"
+
+
+def test_what_is_no_seeded_series_is_refused() -> None:
+    for cells in ({"a": []}, {"a": [1.0]}):
+        with pytest.raises(Refused, match="a: "):
+            decide_paired_window(cells, ["a"])
+    with pytest.raises(Refused, match="without series"):
+        decide_paired_cell("a", [])
+
+
+def test_series_of_one_cell_belong_together() -> None:
+    one = series([FLAT], BETTER)
+    for other, what in (
+        (series([FLAT], BETTER), "two series of one metric"),
+        (series([FLAT, FLAT], BETTER, metric="ttft_ms"), "another number of control starts"),
+        (series([FLAT], BETTER, metric="ttft_ms", profile="multi"), "a cell of two profiles"),
+        (series([FLAT], BETTER, metric="ttft_ms", cell="other"), "a series of cell 'other'"),
+        (series([FLAT], BETTER, metric="ttft_ms", prompt=B), "pairs on different prompts"),
+    ):
+        with pytest.raises(Refused, match=what):
+            judged(one, other)
 
 
 def test_no_decision_cell_is_refused() -> None:

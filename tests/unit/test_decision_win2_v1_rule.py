@@ -253,7 +253,7 @@ def test_a_losing_guard_overrules_a_winning_primary() -> None:
     assert [one.verdict for one in cell.series] == ["WIN", "LOSS"]
     assert [one.role for one in cell.series] == ["primary", "guard"]
     assert cell.verdict == "LOSS"
-    assert cell.reason == "accepted_per_round lost"
+    assert cell.reason == "accepted per round lost"
 
 
 def test_a_guard_of_zero_where_higher_is_better_loses_everything() -> None:
