@@ -7,16 +7,11 @@ from __future__ import annotations
 
 from .excess import excess_p, least_losing_count, mean_ceiling
 from .moderated import Prior, fit_prior, moderated_advice, widened_aa_advice
-from .pairs import (
-    SeededSeries,
-    decide_paired_cell,
-    decide_paired_window,
-    report_paired_window,
-    seeded_series,
-)
+from .pairs import decide_paired_cell, decide_paired_window, report_paired_window
 from .repeats import decide_cell, decide_window, report_window
 from .resolution import Resolution, half_width, least_design, parse_design, pooled_cv, queue
 from .result import Advice, CellResult, Decision, Group, SeriesResult
+from .seeded import SeededSeries, seeded_series
 from .series import ORIENTATION, Refused, Series, metric_label, prompt_identity
 from .signflip import SignFlip, sign_flip
 
