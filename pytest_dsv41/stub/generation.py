@@ -66,7 +66,6 @@ def generate(
     finally:
         server.engine.leave(run.job, "abort")
         run.over()
-        server.truth.flush_some()
 
 
 class _Run:

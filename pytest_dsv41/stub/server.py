@@ -43,6 +43,7 @@ class Server:
         self.truth = Truth(profile.truth, keep=keep_truth)
         self._listener = _listen(profile)
         self.loop = Loop()
+        self.loop.when_idle = self.truth.flush_some
         self._truth_on = keep_truth or bool(profile.truth)
         self.started = int(time.time())
         self.profiling = False
@@ -321,20 +322,26 @@ def serve_process(profile: Profile) -> int:
     that a full pipe can never stop the server.
     """
     server = Server(profile, keep_truth=False)
-    hangs = profile.on_term == "hang"
     asked = 0
 
-    def end(_number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        asked += 1
-        if hangs and asked == 1 and server.engine.running:
-            server.loop.from_thread(server.stop_listening)
-            return
+    def die() -> None:
         server.truth.flush()
         if profile.uds:
             with contextlib.suppress(OSError):
                 os.unlink(profile.uds)  # noqa: PTH108 - pathlib is not loaded
         os._exit(0)
+
+    def asked_to_end() -> None:
+        if profile.on_term == "hang" and asked == 1 and server.engine.running:
+            server.stop_listening()
+        else:
+            die()
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        asked += 1
+        # In the loop, not here: the handler may have interrupted a write of the ground truth.
+        server.loop.from_thread(asked_to_end)
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
