@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.stub.engine import Ask, Engine, Job
@@ -21,13 +21,15 @@ from pytest_dsv41.stub.faults import NONE, Faults, faults_of
 from pytest_dsv41.stub.faults import parse as parse_faults
 from pytest_dsv41.stub.http import BadRequest, Request, dumps, read_request, respond
 from pytest_dsv41.stub.language import encode
-from pytest_dsv41.stub.llamacpp import LlamaCpp
-from pytest_dsv41.stub.llamacpp_metrics import LlamaLedger
 from pytest_dsv41.stub.loop import Connection, Gate, Loop, Task, Wait
 from pytest_dsv41.stub.profile import Profile
 from pytest_dsv41.stub.truth import Truth
-from pytest_dsv41.stub.vllm import Vllm
-from pytest_dsv41.stub.vllm_metrics import VllmLedger
+
+if TYPE_CHECKING:
+    from pytest_dsv41.stub.llamacpp import LlamaCpp
+    from pytest_dsv41.stub.llamacpp_metrics import LlamaLedger
+    from pytest_dsv41.stub.vllm import Vllm
+    from pytest_dsv41.stub.vllm_metrics import VllmLedger
 
 __all__ = ["Server", "serve_process"]
 
@@ -55,14 +57,7 @@ class Server:
         self.ledger: VllmLedger | LlamaLedger
         self.api: Vllm | LlamaCpp
         self._other_process: VllmLedger | LlamaLedger
-        if profile.engine == "vllm":
-            self.ledger = vllm = VllmLedger(profile, self.wall, self._later)
-            self._other_process = VllmLedger(profile, self.wall, self._later)
-            self.api = Vllm(self, vllm)
-        else:
-            self.ledger = llama = LlamaLedger(profile, self._later)
-            self._other_process = LlamaLedger(profile, self._later)
-            self.api = LlamaCpp(self, llama)
+        self._speak(profile)
         self.engine = Engine(profile, self.ledger)
         self.ledger.engine = self.engine
         self._own = {
@@ -72,6 +67,23 @@ class Server:
         }
         self._listening = True
         self.loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
+
+    def _speak(self, profile: Profile) -> None:
+        """Load the dialect that is spoken, and only that: a start must be quick."""
+        if profile.engine == "vllm":
+            from pytest_dsv41.stub.vllm import Vllm
+            from pytest_dsv41.stub.vllm_metrics import VllmLedger
+
+            self.ledger = vllm = VllmLedger(profile, self.wall, self._later)
+            self._other_process = VllmLedger(profile, self.wall, self._later)
+            self.api = Vllm(self, vllm)
+        else:
+            from pytest_dsv41.stub.llamacpp import LlamaCpp
+            from pytest_dsv41.stub.llamacpp_metrics import LlamaLedger
+
+            self.ledger = llama = LlamaLedger(profile, self._later)
+            self._other_process = LlamaLedger(profile, self._later)
+            self.api = LlamaCpp(self, llama)
 
     @property
     def port(self) -> int:
