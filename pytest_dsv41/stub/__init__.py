@@ -56,7 +56,8 @@ class Spawned:
 def serve(profile: Profile | None = None, **settings: Any) -> Iterator[Serving]:
     """Serve in a thread until the block ends. `settings` stand over `profile`.
 
-    UsageError when a setting is wrong or the port is taken.
+    UsageError when a setting is wrong or the port is taken. An error inside the stub itself is
+    raised at the end of the block.
     """
     import threading
 
@@ -70,6 +71,8 @@ def serve(profile: Profile | None = None, **settings: Any) -> Iterator[Serving]:
     finally:
         server.stop()
         thread.join(10)
+    if server.errors:
+        raise server.errors[0]
 
 
 @contextlib.contextmanager

@@ -113,6 +113,9 @@ class Task:
             except Gone:
                 self._finish()
                 return
+            except Exception:
+                self._finish()
+                raise
             if self.connection is not None and self.connection.closed:
                 step = self._throw_gone
             elif self._must_wait(wait):
@@ -155,7 +158,7 @@ class Loop:
     """The selector, the timers and the tasks. `run` returns after `stop`.
 
     `when_idle` does a small piece of work (well under a millisecond) when no deadline is near,
-    and says whether there is more.
+    and says whether there is more. `failed` is told of every error that nobody caught.
     """
 
     def __init__(self) -> None:
@@ -166,6 +169,7 @@ class Loop:
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._stopped = False
         self.when_idle: Callable[[], bool] = lambda: False
+        self.failed: Callable[[Exception], None] = lambda _error: None
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -238,9 +242,9 @@ class Loop:
         now = time.monotonic()
         timers, ready = self._timers, self._ready
         while timers and timers[0][0] <= now:
-            heapq.heappop(timers)[2]()
+            self._call(heapq.heappop(timers)[2])
         while ready:
-            ready.popleft()()
+            self._call(ready.popleft())
         if ready or self._stopped:
             return
         timeout = max(0.0, timers[0][0] - time.monotonic()) if timers else 60.0
@@ -249,7 +253,16 @@ class Loop:
         for fd, events in self._wait(timeout):
             handler = self._handlers.get(fd)
             if handler is not None:
-                handler(events)
+                try:
+                    handler(events)
+                except Exception as error:  # noqa: BLE001 - one client's bug must not end all
+                    self.failed(error)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - one client's bug must not end all
+            self.failed(error)
 
     def _wait(self, timeout: float) -> list[tuple[int, int]]:
         # epoll rounds its timeout up to whole milliseconds; select over it does not.

@@ -46,6 +46,8 @@ class Server:
         self._listener = _listen(profile)
         self.loop = Loop()
         self.loop.when_idle = self.truth.flush_some
+        self.loop.failed = self._failed
+        self.errors: list[Exception] = []
         self._truth_on = keep_truth or bool(profile.truth)
         self.started = int(time.time())
         self.profiling = False
@@ -289,6 +291,15 @@ class Server:
             if name in faults:
                 text = _with_value(text, str(faults.text(name)), value)
         return text
+
+    def _failed(self, error: Exception) -> None:
+        """Keep an error of the stub itself, and say it where that cannot block."""
+        if len(self.errors) < 100:
+            self.errors.append(error)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            fd = sys.stderr.fileno()
+            if select.select((), (fd,), (), 0)[1]:
+                os.write(fd, f"dsv41 stub: {type(error).__name__}: {error}\n".encode())
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         if seconds <= 0:

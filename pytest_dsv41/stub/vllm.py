@@ -241,6 +241,8 @@ class Vllm:
             )
         if body.get("stop") or body.get("stop_token_ids"):
             raise BadRequest("the stub knows no stop strings and no stop tokens")
+        if body.get("echo") or body.get("prompt_logprobs") is not None:
+            raise BadRequest("the stub knows neither echo nor prompt_logprobs")
         seed = body.get("seed")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise BadRequest("seed must be a whole number")

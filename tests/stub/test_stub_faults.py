@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stub_wire import (
     chat,
     complete,
@@ -441,6 +443,68 @@ def test_events_per_packet_and_burst(stub: Serving) -> None:
     burst = chat(stub.url, "burst")
     assert len(burst.chunks) == 1
     assert len(burst.data) == len(chat(stub.url).data)
+
+
+LINES = st.sampled_from(["", "crlf", "cr"])
+FRAMING = st.sets(
+    st.sampled_from(
+        [
+            "data-spaces=0",
+            "sse-event",
+            "sse-id",
+            "sse-id=after",
+            "sse-retry",
+            "comment",
+            "comment-in-block",
+            "comment-in-block=after",
+            "bom",
+        ]
+    ),
+    max_size=5,
+)
+PACKETS = st.one_of(
+    st.just("plain-body"),
+    st.just("drip"),
+    st.just("cut-utf8=0"),
+    st.integers(1, 400).map("cut={}:0".format),
+    st.integers(1, 9).map("events-per-packet={}".format),
+    st.just("burst"),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lines=LINES, framing=FRAMING, packets=st.sets(PACKETS, max_size=2))
+def test_framing_and_packets_never_change_the_events(
+    stub: Serving, lines: str, framing: set[str], packets: set[str]
+) -> None:
+    faults = [fault for fault in (lines, *framing, *packets) if fault]
+    reply = chat(stub.url, ",".join(faults), max_tokens=9)
+    assert [_timeless(d) for d in reply.data] == [
+        _timeless(d) for d in chat(stub.url, max_tokens=9).data
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    usage=st.sampled_from(["", "final", "last-choice", "continuous", "null", "absent", "wrong"]),
+    finish=st.sampled_from(["", "finish-own", "no-finish", "finish-reason=abort"]),
+    end=st.sampled_from(["", "no-done", "double-done"]),
+    ask=st.sampled_from([chat, complete]),
+)
+def test_usage_finish_and_end_combine(
+    stub: Serving, usage: str, finish: str, end: str, ask: Any
+) -> None:
+    faults = [f for f in (f"usage={usage}" if usage else "", finish, end) if f]
+    reply = ask(stub.url, ",".join(faults), max_tokens=7, return_token_ids=True)
+    told = [chunk["usage"] for chunk in reply.chunk_objects if chunk.get("usage")]
+    assert bool(told) == (usage not in ("null", "absent"))
+    if told:
+        assert told[-1]["completion_tokens"] == 7 + (usage == "wrong")
+    reasons = [c["finish_reason"] for c in reply.choices if c["finish_reason"]]
+    assert reasons == {"no-finish": [], "finish-reason=abort": ["abort"]}.get(finish, ["length"])
+    assert reply.data.count("[DONE]") == {"no-done": 0, "double-done": 2}.get(end, 1)
+    assert sum(len(c.get("token_ids") or ()) for c in reply.choices) == 7
+    assert reply.complete
 
 
 # ---- metrics ------------------------------------------------------------------------------------

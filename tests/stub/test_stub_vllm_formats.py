@@ -296,6 +296,8 @@ def test_prompt_as_token_ids_is_the_prompt_as_text(plain: Serving) -> None:
             400,
             "BadRequestError",
         ),
+        ("/v1/completions", {"prompt": "a", "echo": True}, 400, "BadRequestError"),
+        ("/v1/completions", {"prompt": "a", "n": 2}, 400, "BadRequestError"),
         ("/v1/completions", {"prompt": [10**9]}, 400, "BadRequestError"),
         ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "BadRequestError"),
         ("/v1/chat/completions", {"messages": []}, 400, "BadRequestError"),
