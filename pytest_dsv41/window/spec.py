@@ -61,7 +61,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NAME_RULE = "1 to 64 of letters, digits, '.', '_' and '-', the first a letter or digit"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
-_RESERVED = ("arm", "port", "python", "seed")
+_RESERVED = ("port", "python", "seed", "start")
 """Placeholders that the target fills in; no variable may have such a name."""
 
 _SHIPPED = "examples"

@@ -518,7 +518,7 @@ REFUSED = {
         "[limits]",
         '[variables.port]\ndefault = "1"\n[limits]',
         "w.toml:24: variables.port: no valid name; valid: letters, digits and '_', not starting "
-        "with a digit, and none of arm, port, python, seed",
+        "with a digit, and none of port, python, seed, start",
     ),
     "control characters": (
         'lane = "DEMO"',
