@@ -1,7 +1,1 @@
-"""Collecting from the root: the workloads in cells/ are no tests of this project."""
-
-from __future__ import annotations
-
-collect_ignore = ["cells", "sims"]
-
-pytest_plugins = ["pytester"]
+"""Its place puts the root on the import path: the tests import `sims`, which is not installed."""

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Measure", "Recorded", "endpoint", "hold", "measure", "restore", "start", "window"]
 
+_SEED_STRIDE = 1000
+_SEEDS = 1 << 31
+
 
 @dataclasses.dataclass
 class Recorded:
@@ -58,11 +61,20 @@ class Measure:
         return result
 
     def requests(self) -> tuple[Request, ...]:
-        """The cell's requests for this item; seeds and salts differ between repeats, not arms."""
-        return self.cell.requests(
-            seed=self._plugin.plan.seed + self._planned.repeat if self._plugin.plan else 0,
-            salt=self._planned.id,
+        """The cell's requests for this item.
+
+        The n-th repeat of a cell has the same seed in every arm, so that a pair shares its luck,
+        and no two repeats of one arm share theirs, over all its starts: they stay independent.
+        """
+        plan = self._plugin.plan
+        assert plan is not None
+        mine = self._planned
+        before = sum(
+            item.arm == mine.arm and item.cell == mine.cell and item.index < mine.index
+            for item in plan.items
         )
+        seed = (plan.seed + _SEED_STRIDE * before) % _SEEDS
+        return self.cell.requests(seed=seed, salt=f"{plan.window_id}-{mine.id}")
 
     def value(self, metric: str, value: float, *, source: str = "cell") -> None:
         """Record one more value of this item under a registered metric's name."""
@@ -79,7 +91,7 @@ class Measure:
 
 
 def _plugin(request: pytest.FixtureRequest) -> WindowPlugin:
-    found: WindowPlugin = request.config.pluginmanager.getplugin("dsv41-window")  # type: ignore[assignment]
+    found: WindowPlugin = request.config.pluginmanager.getplugin("dsv41-window")
     return found
 
 

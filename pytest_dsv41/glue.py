@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import datetime
+import inspect
 import json
 import os
 import signal
@@ -12,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from .lifecycle.finish import refuse_window
 from .lifecycle.record import TargetRecord
 from .lifecycle.session import State, WindowRun
 from .measure import METRICS, Cell
-from .plugin import option
+from .options import option
+from .report.progress import Progress
 from .signals import Signals, StopNow
 from .targets import TARGETS, TargetFactory, name_factory
 from .text import one_line
@@ -161,7 +164,9 @@ def _refuse_neighbours(config: pytest.Config) -> None:
                 f"in this process, in the planned order{instead}"
             )
     if str(config.getoption("count", 1)) != "1":
-        raise pytest.UsageError("pytest-repeat: --count does not go with a window; its file says repeats")
+        raise pytest.UsageError(
+            "pytest-repeat: --count does not go with a window; its file says repeats"
+        )
 
 
 @dataclasses.dataclass
@@ -197,7 +202,8 @@ class WindowPlugin:
         self._last_index = -1
         self._closing = False
         self._timer: threading.Timer | None = None
-        self._progress: Any = None
+        # Made while pytest captures nothing: later, standard error is its capture file.
+        self._progress = Progress(enabled=config.option.verbose > -2)
         now = datetime.datetime.now(datetime.UTC)
         self.date = now.strftime("%Y%m%d")
         self.window_id = self._free_id(f"{spec.lane}-{spec.name}-W-{now:%Y%m%dT%H%M%SZ}")
@@ -595,6 +601,16 @@ class WindowPlugin:
                 raise StopNow(run.stop_reason or "stopped")
             return (yield)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Run an `async def` cell in a loop of its own; no plugin is needed for that."""
+        function = pyfuncitem.obj
+        if not inspect.iscoroutinefunction(function):
+            return None
+        wanted = inspect.signature(function).parameters
+        asyncio.run(function(**{name: pyfuncitem.funcargs[name] for name in wanted}))
+        return True
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_exception_interact(self) -> Iterator[None]:
         # A debugger may sit here: the deadline and signals must still end the window.
@@ -604,8 +620,8 @@ class WindowPlugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Iterator[Any]:
-        report: pytest.TestReport = yield
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
         if report.when == "call" or (report.when == "setup" and not report.passed):
             self._record_item(item, report, call)
         return report
@@ -707,7 +723,9 @@ class WindowPlugin:
         try:
             write_views(self.folder)
         except Exception as error:  # noqa: BLE001 - a view can be made again, a verdict cannot
-            self.notes.append(f"report not written: {one_line(str(error))}; dsv41 report {self.folder}")
+            self.notes.append(
+                f"report not written: {one_line(str(error))}; dsv41 report {self.folder}"
+            )
         for found in self.config.hook.pytest_dsv41_reporters():
             for name, reporter in (found or {}).items():
                 try:
@@ -743,7 +761,9 @@ class WindowPlugin:
             if self.code is None:
                 raise
             # The verdict stands, whatever another plugin does at the end.
-            self._say(f"another plugin's session end raised {type(error).__name__}: {one_line(str(error))}")
+            self._say(
+                f"another plugin's session end raised {type(error).__name__}: {one_line(str(error))}"
+            )
             return None
         finally:
             if self.code is not None:
@@ -777,17 +797,23 @@ class WindowPlugin:
 
     # -- progress --------------------------------------------------------------------------------------------
 
-    def _show(self, state: State, item: PlannedItem | None = None) -> None:
-        if self._progress is None:
-            from .report.terminal import Progress
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self) -> None:
+        # The terminal reporter writes next; the line must not stand in its way.
+        self._erase()
 
-            self._progress = Progress(enabled=self.config.option.verbose > -2)
+    def pytest_unconfigure(self) -> None:
+        self._progress.close()
+
+    def _show(self, state: State, item: PlannedItem | None = None) -> None:
         run = self.run
         plan = self.plan
         self._progress.update(
             phase=state.phase,
             start=state.start,
             cell=item.cell if item else "",
+            repeat=(item.repeat + 1) if item else 0,
+            repeats=self.spec.repeats_of(item.start) if item else 0,
             item=(item.index + 1) if item else 0,
             items=len(plan.items) if plan else 0,
             seconds_left=state.seconds_left or (self._left(item) if item and run else None),
@@ -801,9 +827,7 @@ class WindowPlugin:
         return sum(plan.estimates[later.cell] for later in plan.items[item.index :])
 
     def _erase(self) -> None:
-        if self._progress is not None:
-            with contextlib.suppress(OSError):
-                self._progress.erase()
+        self._progress.erase()
 
 
 def _item_id(item: pytest.Item) -> str:

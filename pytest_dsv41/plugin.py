@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from .options import option
+
 __all__: list[str] = []
 
 MARKERS = (
@@ -49,7 +51,11 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str | None], ...] = (
         {"action": "store_true", "help": "measure and report; decide nothing"},
         "bool",
     ),
-    ("window-seed", {"type": int, "metavar": "N", "help": "the seed of everything random"}, "string"),
+    (
+        "window-seed",
+        {"type": int, "metavar": "N", "help": "the seed of everything random"},
+        "string",
+    ),
     (
         "window-set",
         {
@@ -130,12 +136,3 @@ def pytest_pycollect_makeitem(
     if inspect.isfunction(obj) and getattr(obj, "__dsv41_cells__", None) is not None:
         return None if option(collector.config, "window") else []
     return None
-
-
-def option(config: pytest.Config, name: str) -> Any:
-    """An option's value, from the command line or else from ini."""
-    given = config.getoption(name, None)
-    if given not in (None, False, []):
-        return given
-    return config.getini(name)
-

@@ -62,9 +62,7 @@ class Signals:
             raise raises(reason)
 
     @contextlib.contextmanager
-    def interruptible(
-        self, raises: Callable[[str], BaseException] = StopNow
-    ) -> Iterator[None]:
+    def interruptible(self, raises: Callable[[str], BaseException] = StopNow) -> Iterator[None]:
         """Let a signal raise `raises(reason)` inside the block."""
         before, self._raises = self._raises, raises
         try:

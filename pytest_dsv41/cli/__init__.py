@@ -70,14 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefusedByWorld as error:
         print(f"dsv41 {chosen}: REFUSED: {error}", file=sys.stderr)
         return 13
-    except (Dsv41Error, OSError, ValueError) as error:
-        print(f"dsv41 {chosen}: {_line(error)}", file=sys.stderr)
-        return int(getattr(arguments, "usage_code", 4))
     except BrokenPipeError:
         # The reader (head, less) has left: nothing more to say, and no traceback at exit.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (Dsv41Error, OSError, ValueError) as error:
+        print(f"dsv41 {chosen}: {_line(error)}", file=sys.stderr)
+        return int(getattr(arguments, "usage_code", 4))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

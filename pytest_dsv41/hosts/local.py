@@ -87,9 +87,7 @@ class LocalHost:
             self.log.write(name, [f"argv: {list(argv)!r}", f"not started: {error}"])
             raise CommandFailed(f"{name}: {argv[0]}: {error.strerror}", 127) from error
         seconds = time.monotonic() - begun
-        result = CommandResult(
-            tuple(argv), done.returncode, done.stdout, done.stderr, seconds
-        )
+        result = CommandResult(tuple(argv), done.returncode, done.stdout, done.stderr, seconds)
         self.log.write(
             name,
             [
@@ -216,6 +214,8 @@ class LocalHost:
                 raise TransportError(f"{name}: still alive after SIGKILL: {alive[0]}")
             # Never `self.pause`: an end that has begun is finished whatever asks to stop.
             time.sleep(_POLL_S)
+        for pid, _ in ended:
+            self._reap(pid)
         self.log.write(name, [*lines, f"{len(ended)} processes ended, none left"])
         return len(ended)
 
@@ -241,7 +241,10 @@ class LocalHost:
         pids = {
             found.pid
             for found in psutil.net_connections(kind="tcp")
-            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid
+            if found.status == psutil.CONN_LISTEN
+            and found.laddr
+            and found.laddr.port == port
+            and found.pid
         }
         return [process for pid in sorted(pids) if (process := self.process(pid))]
 

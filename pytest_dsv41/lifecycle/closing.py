@@ -210,7 +210,9 @@ class _Closer:
         self.result.watch = {"status": "PASS" if ok else "FAIL", **seen}
         if not ok:
             self.result.production_down = self.target.probe().state is not Probe.UP
-            self.result.alerts.append(f"the watch failed: {self.result.errors[-1]}; the intent stays")
+            self.result.alerts.append(
+                f"the watch failed: {self.result.errors[-1]}; the intent stays"
+            )
         return ok
 
     def fail(self, status: str, reason: str) -> None:

@@ -40,7 +40,15 @@ from .closing import CloseResult
 from .journal import Journal, utc_now
 from .record import TargetRecord, read_record
 
-__all__ = ["ARCHIVE_NAME", "EXIT_ALERT", "EXIT_DOWN", "Rule", "finish_window", "load_plan", "refuse_window"]
+__all__ = [
+    "ARCHIVE_NAME",
+    "EXIT_ALERT",
+    "EXIT_DOWN",
+    "Rule",
+    "finish_window",
+    "load_plan",
+    "refuse_window",
+]
 
 ARCHIVE_NAME = "control-archive.jsonl"
 EXIT_DOWN = 20
@@ -82,6 +90,8 @@ def finish_window(
     values = read_json_lines(folder / "values.jsonl")
     alerts = list(closed.alerts)
     outcome = conclude(plan, values, stopped=stopped, report_only=report_only)
+    # Before the append: the archive's spread is that of the windows before this one.
+    spreads = _spreads(plan, record, values)
     archive = _archive(folder, plan, record, values, journal, alerts)
     lines = journal.lines()
     status, code = outcome.status, outcome.exit_code
@@ -119,11 +129,11 @@ def finish_window(
         watch=Watch(**(closed.watch or {"status": "NOT RUN"})),
         production_commit=record.commit or None,
         archive=archive,
-        spreads=_spreads(plan, record, values),
+        spreads=spreads,
         alerts=tuple(alerts),
         software=_software(),
-        **({"notes": outcome.notes} if outcome.notes else {}),
-        **({"advisory": advisory} if (advisory := _advisory(plan, values, rules or {})) else {}),
+        notes=tuple(outcome.notes),
+        advisory=_advisory(plan, values, rules or {}),
     )
     write_summary(folder, summary)
     return summary
@@ -272,15 +282,11 @@ def _archive(
         after=ArchiveHead(rows=after.rows, sha256=after.sha256),
         appended=after.rows - before.rows,
     )
-    write_atomic(
-        folder / "archive-head.json", dump_json(use.model_dump(mode="json")) + "\n"
-    )
+    write_atomic(folder / "archive-head.json", dump_json(use.model_dump(mode="json")) + "\n")
     return use
 
 
-def _spreads(
-    plan: Plan, record: TargetRecord, values: list[dict[str, Any]]
-) -> dict[str, Spread]:
+def _spreads(plan: Plan, record: TargetRecord, values: list[dict[str, Any]]) -> dict[str, Spread]:
     """The control's relative SD in this window beside the archive's, for each decision metric."""
     control = plan.window.control.name
     path = Path(record.campaign) / ARCHIVE_NAME
@@ -323,14 +329,14 @@ def _archived(
 
 def _advisory(
     plan: Plan, values: Sequence[dict[str, Any]], rules: Mapping[str, Rule]
-) -> dict[str, list[str]]:
+) -> dict[str, tuple[str, ...]]:
     """What rules of the user's own say beside the verdict; a failing one says so and no more."""
     said = {}
     for name, rule in rules.items():
         try:
-            said[name] = [one_line(str(line)) for line in rule(plan, values)]
+            said[name] = tuple(one_line(str(line)) for line in rule(plan, values))
         except Exception as error:  # noqa: BLE001 - foreign code never costs a window its summary
-            said[name] = [one_line(f"failed: {type(error).__name__}: {error}")]
+            said[name] = (one_line(f"failed: {type(error).__name__}: {error}"),)
     return said
 
 

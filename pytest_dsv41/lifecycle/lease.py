@@ -91,7 +91,9 @@ class Lease:
         """
         now = int(self._read().get("epoch", 0))
         if now != self.epoch:
-            raise RefusedByWorld(f"lease lost: epoch {now} is at work, this process has {self.epoch}")
+            raise RefusedByWorld(
+                f"lease lost: epoch {now} is at work, this process has {self.epoch}"
+            )
 
     def release(self) -> None:
         """Give it back; the epoch stays."""

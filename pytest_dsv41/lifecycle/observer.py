@@ -71,7 +71,9 @@ def observe(facts: Facts) -> Observation:
     ours = facts.intent is not Presence.NONE or facts.marker is not Presence.NONE
     not_up = facts.production is not Probe.UP
 
-    def alert(row: int, why: str, command: str = "dsv41 status", *, down: bool = not_up) -> Observation:
+    def alert(
+        row: int, why: str, command: str = "dsv41 status", *, down: bool = not_up
+    ) -> Observation:
         return Observation(Answer.ALERT, why, row, command, down)
 
     if facts.lease_held:
@@ -121,7 +123,10 @@ def observe(facts: Facts) -> Observation:
                 "dsv41 chain abort --again",
             )
         return Observation(
-            Answer.RECOVER, "the chain stopped: its one automatic recovery", 6, "dsv41 chain abort",
+            Answer.RECOVER,
+            "the chain stopped: its one automatic recovery",
+            6,
+            "dsv41 chain abort",
             down=True,
         )
     if facts.intent is not Presence.NONE:
@@ -132,6 +137,8 @@ def observe(facts: Facts) -> Observation:
         return alert(7, "production is down by a window of ours", "dsv41 recover")
     if facts.production is Probe.UP or not facts.served_by_default:
         note = "; a leftover of ours is listed" if facts.leftovers else ""
-        serves = "production serves" if facts.production is Probe.UP else "nothing is served by default"
+        serves = (
+            "production serves" if facts.production is Probe.UP else "nothing is served by default"
+        )
         return Observation(Answer.CLEAN, serves + note, 8)
     return alert(8, "production is down, not by us", "start production by hand")

@@ -74,7 +74,9 @@ def capture(target: Target, folder: Path, *, deadline_s: float) -> tuple[Path, s
     try:
         answers = _ask(target, deadline_s)
     except MeasurementFailed as error:
-        raise RefusedByWorld(f"production does not answer the capture's prompts: {error}") from error
+        raise RefusedByWorld(
+            f"production does not answer the capture's prompts: {error}"
+        ) from error
     faults = _faults(answers)
     if faults:
         raise RefusedByWorld(f"production cannot be captured: {faults[0]}")

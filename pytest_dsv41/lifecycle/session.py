@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ class WindowRun:
         self._report_only = report_only
         self._current: str | None = None
         self._keeper: KeeperHandle | None = None
+        self._closing = False
         self._closed: CloseResult | None = None
         self._deadline = 0.0
         self._arms = {
@@ -112,12 +114,14 @@ class WindowRun:
         self.stop_event.set()
 
     def pause(self, seconds: float) -> None:
-        """Sleep, unless the window is asked to stop.
+        """Sleep, unless the window is asked to stop; the close itself is never stopped.
 
         Raises:
             WindowStopped: it is.
         """
-        if self.stop_event.wait(seconds):
+        if self._closing:
+            time.sleep(seconds)
+        elif self.stop_event.wait(seconds):
             raise WindowStopped(self.stop_reason or "stopped")
 
     def seconds_left(self) -> float:
@@ -375,6 +379,7 @@ class WindowRun:
             return None
         if self.summary is not None:
             return self.summary
+        self._closing = True
         if self._closed is None:
             self._show(phase="closing", start="")
             with contextlib.suppress(Dsv41Error, OSError):
@@ -411,7 +416,9 @@ class WindowRun:
 
     def _progress(self, what: str, left: float) -> None:
         self.state.seconds_left = left or None
-        self._show(phase=what)
+        back = {"watch": "serving, watched", "restore": "coming back"}
+        known = back.get(what.partition(":")[0])
+        self._show(phase=what, **({"production": known} if known else {}))
 
     def _show(self, **changes: Any) -> None:
         for name, value in changes.items():
@@ -419,4 +426,3 @@ class WindowRun:
         # A lost terminal must never keep production down.
         with contextlib.suppress(Exception):
             self._on_state(self.state)
-

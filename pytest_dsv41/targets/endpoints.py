@@ -110,7 +110,9 @@ class EndpointsTarget:
             if not models:
                 raise StartFailed(f"{start}: {url} serves no model")
             model = models[0]
-        return Started(Endpoint(url=url, engine=self._table.engine, model=model), ClockCap(1, "none"))
+        return Started(
+            Endpoint(url=url, engine=self._table.engine, model=model), ClockCap(1, "none")
+        )
 
     def check_arm(self, start: str) -> str | None:
         """The reason why the server cannot serve, or None; a busy server is not a dead one."""

@@ -8,6 +8,7 @@ import re
 import shutil
 import string
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -84,12 +85,12 @@ class LocalTarget:
             raise SpecError("target.production.command: missing, and target.command is too")
         if not table.production.port and not self.ephemeral:
             raise SpecError(
-                'target.production.port: missing; a port of 0 is chosen freely only with '
+                "target.production.port: missing; a port of 0 is chosen freely only with "
                 'serve = "window"'
             )
         # A spelling mistake in a placeholder is found now, not when production is down.
         self._production_argv(check=True)
-        self._arm_argv(Arm("check", "control"), check=True)
+        self._arm_argv(Arm("check", "control"), "check", check=True)
 
     # -- what is chosen once --------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class LocalTarget:
     def start_arm(self, start: str, arm: Arm) -> Started:
         """Start the arm's server in a scope of its own and wait until its model answers."""
         self._launch(
-            self._arm_argv(arm),
+            self._arm_argv(arm, start),
             name=f"{start}-start",
             scope=f"{self._scope}.{start}",
             output=self._context.folder / "log" / f"{start}.log",
@@ -351,24 +352,26 @@ class LocalTarget:
     def _production_argv(self, *, check: bool = False) -> list[str]:
         production = self._table.production
         words = [*(production.command or self._table.command), *production.args]
-        return self._fill(words, self._production_port, "target.production", "production", check)
+        return self._fill(words, self._production_port, "target.production", "", check)
 
-    def _arm_argv(self, arm: Arm, *, check: bool = False) -> list[str]:
+    def _arm_argv(self, arm: Arm, start: str, *, check: bool = False) -> list[str]:
         experiment = self._table.experiment
         words = [*(experiment.command or self._table.command), *experiment.args, *arm.args]
         if not words:
             raise SpecError("target.command: missing; it starts the arms' server")
-        return self._fill(words, self._experiment_port, f"arms.{arm.name}", arm.name, check)
+        return self._fill(words, self._experiment_port, f"arms.{arm.name}", start, check)
 
     def _fill(
-        self, words: Sequence[str], port: int, where: str, arm: str, check: bool
+        self, words: Sequence[str], port: int, where: str, start: str, check: bool
     ) -> list[str]:
+        # Every start has a seed of its own: equal noise in both arms would flatter the pairs.
+        seed = (self._context.seed + zlib.crc32(start.encode())) % (1 << 31)
         values = {
             **self._context.variables,
             "python": sys.executable,
             "port": str(port),
-            "seed": str(self._context.seed),
-            "arm": arm,
+            "seed": str(seed),
+            "start": start or "production",
             "model": self._context.variables.get("model", self._table.model),
         }
 

@@ -346,7 +346,10 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def _parse(model: type[_Model], value: Any, source: Source, path: KeyPath) -> _Model:
-    """Check one table against its model; the first fault by line is the one that is told."""
+    """Check one table against its model; the first fault by line is the one that is told.
+
+    A missing key comes last: where it is only misspelt, the unknown key says more.
+    """
     if not isinstance(value, dict):
         raise source.error(path, f"expected a table, got {shown(value)}")
     try:
@@ -371,7 +374,7 @@ def _parse(model: type[_Model], value: Any, source: Source, path: KeyPath) -> _M
             # A longer location names an array's element or a table's key.
             at = (*path, *key)
             what = f"expected {_WANTED.get(kind, fault['msg'])}, got {shown(fault['input'])}"
-        told.append((source.line(at), at, what))
+        told.append(((kind == "missing", source.line(at)), at, what))
     _, at, what = min(told, key=lambda fault: fault[0])
     raise source.error(at, what)
 

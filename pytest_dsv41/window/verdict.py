@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..decision_v2 import (
     ORIENTATION,
@@ -27,15 +27,19 @@ from ..durable import dump_json
 from ..errors import UsageError
 from ..text import one_line
 from .plan import Plan, PlannedItem
+from .summary import Status
 from .schedule import layout
 from .source import read_regular, shown
 
 __all__ = ["EXIT_CODES", "Outcome", "conclude", "read_folder"]
 
-CANDIDATE, NOT_A_CANDIDATE, INCONCLUSIVE = "CANDIDATE", "NOT A CANDIDATE", "INCONCLUSIVE"
-COMPLETE, INCOMPLETE = "COMPLETE", "INCOMPLETE"
+CANDIDATE: Final = "CANDIDATE"
+NOT_A_CANDIDATE: Final = "NOT A CANDIDATE"
+INCONCLUSIVE: Final = "INCONCLUSIVE"
+COMPLETE: Final = "COMPLETE"
+INCOMPLETE: Final = "INCOMPLETE"
 
-EXIT_CODES = {
+EXIT_CODES: Final[dict[Status, int]] = {
     CANDIDATE: 0,
     COMPLETE: 0,
     INCONCLUSIVE: 10,
@@ -57,7 +61,7 @@ class Outcome:
     elsewhere and stops nothing. `promotion` is {arm, profile, cells} for a CANDIDATE.
     """
 
-    status: str
+    status: Status
     exit_code: int
     decisions: dict[str, dict[str, Any]]
     promotion: dict[str, Any] | None
@@ -290,7 +294,7 @@ class _Judge:
 
     # -- the window --------------------------------------------------------------------------------
 
-    def _status(self, decisions: Mapping[str, Decision]) -> str:
+    def _status(self, decisions: Mapping[str, Decision]) -> Status:
         if self._incomplete:
             return INCOMPLETE
         if not self._decides:

@@ -67,7 +67,9 @@ def environment(at: str = "", do: str = "") -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(HERE), "FAULT_AT": at, "FAULT_DO": do}
 
 
-def run(campaign: Path, *words: str, at: str = "", do: str = "", window: str = "demo-tiny") -> Ended:
+def run(
+    campaign: Path, *words: str, at: str = "", do: str = "", window: str = "demo-tiny"
+) -> Ended:
     """Run a window to its end, and wait for a keeper that had to take over."""
     campaign.mkdir(exist_ok=True)
     extra = ("-p", "phase_fault") if at else ()

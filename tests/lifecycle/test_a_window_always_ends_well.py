@@ -21,8 +21,14 @@ from .running import (
     wait_for_keepers,
 )
 
-UNTOUCHED = ("keeper:begin", "keeper:end", "production-first:begin", "hold:begin", "hold:end",
-             "capture:end")
+UNTOUCHED = (
+    "keeper:begin",
+    "keeper:end",
+    "production-first:begin",
+    "hold:begin",
+    "hold:end",
+    "capture:end",
+)
 TOUCHED = (
     "intent:end",
     "production-stop:begin",
@@ -105,7 +111,10 @@ def test_stopping_at_the_first_failure_brings_production_back(word: str, tmp_pat
     ended = run(tmp_path, word, at="cell:K1-decode-b1-r1", do="raise")
     assert_ended_well(ended)
     assert ended.returncode == 12
-    assert [i for i in ended.steps() if i.startswith("start:")] == ["start:K1:begin", "start:K1:end"]
+    assert [i for i in ended.steps() if i.startswith("start:")] == [
+        "start:K1:begin",
+        "start:K1:end",
+    ]
 
 
 def test_a_hostile_plugin_at_the_sessions_end_changes_nothing(tmp_path: Path) -> None:
@@ -156,7 +165,6 @@ def test_recover_finishes_a_window_whose_keeper_died_too(tmp_path: Path) -> None
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         for keeper in keepers(tmp_path):
             keeper.kill()
-            keeper.wait()
         process.kill()
     from .running import status
 

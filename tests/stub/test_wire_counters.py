@@ -1,0 +1,160 @@
+"""Counters around a group: settled, complete, the group's own, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from wire_groups import endpoint, kind_of, measure, requests, stub
+
+from pytest_dsv41.engines import detect_engine, get_engine
+from pytest_dsv41.measure.group import evaluate
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_values_come_from_the_servers_own_counts(engine: str, count: int) -> None:
+    with stub(engine=engine, draft_tokens=3, acceptance=(0.8, 0.6, 0.4)) as served:
+        assert detect_engine(served.url) == engine
+        result = measure(served, count=count, tokens=40)
+        server = result.server
+        assert server.tokens == 40 * count
+        assert server.rounds == 40 * count - (server.accepted or 0) - count
+        parts = result.values["ms_per_round"].parts
+        assert parts["tokens"] == 40 * count
+        assert parts["cached_tokens"] == 0
+        assert result.values["ms_per_round"].value == pytest.approx(
+            parts["server_decode_ms"] / parts["rounds"]
+        )
+        assert result.values["accepted_per_round"].value == pytest.approx(
+            parts["accepted"] / parts["rounds"]
+        )
+        assert result.values["ms_per_round"].source == "server"
+        assert result.values["ttft_ms"].source == "client"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_without_speculation_a_round_is_a_token(engine: str) -> None:
+    with stub(engine=engine, draft_tokens=0) as served:
+        result = measure(served, count=2, tokens=20)
+        assert result.server.rounds == 2 * 19
+        assert "accepted_per_round" in result.missing
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_foreign_request_refuses(engine: str, count: int) -> None:
+    with stub(engine=engine) as served:
+        assert kind_of(served, "foreign=4", count=count, tokens=20) == "refused:foreign-request"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_a_foreign_request_that_still_runs_at_the_end_refuses(engine: str) -> None:
+    with stub(engine=engine) as served:
+        assert kind_of(served, "foreign-running=300", tokens=20) == "refused:foreign-request"
+
+
+def test_counters_that_lag_are_waited_for() -> None:
+    with stub(draft_tokens=3) as served:
+        assert measure(served, "metrics-lag=200", tokens=20).server.tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("metrics-restart=3", "refused:reset"),
+        ("/metrics:metrics-missing=vllm:generation_tokens_total", "refused:missing-family"),
+        ("/metrics:metrics-missing=vllm:request_success_total", "refused:missing-family"),
+        ("/metrics:metrics-missing=vllm:request_decode_time_seconds", "refused:missing-family"),
+        ("/metrics:metrics-nan=vllm:generation_tokens_total", "refused:bad-counter"),
+        ("/metrics:metrics-inf=vllm:request_success_total", "refused:bad-counter"),
+        ("/metrics:metrics-garbage", "refused:"),
+        ("/metrics:status=404:99", "refused:no-counters"),
+    ],
+)
+def test_counters_that_cannot_be_trusted_refuse(fault: str, kind: str) -> None:
+    with stub() as served:
+        assert kind_of(served, fault, tokens=20).startswith(kind)
+
+
+def test_a_restart_without_creation_times_is_seen_by_the_fall() -> None:
+    with stub() as served:
+        measure(served, tokens=30)
+        faults = ("metrics-restart=3", "/metrics:metrics-no-created")
+        assert kind_of(served, *faults, tokens=20) == "refused:reset"
+
+
+def test_two_processes_behind_one_address_refuse() -> None:
+    with stub() as served:
+        measure(served, tokens=20)
+        assert kind_of(served, "/metrics:metrics-alternate").startswith("refused:")
+
+
+def test_engines_are_added_up() -> None:
+    with stub(draft_tokens=3) as served:
+        for faults in (
+            ["/metrics:metrics-two-engines"],
+            ["/metrics:metrics-two-engines", "engine=1"],
+        ):
+            assert measure(served, *faults, tokens=20).server.tokens == 20
+
+
+def test_cold_is_cold_again_and_again() -> None:
+    with stub() as served:
+        for _ in range(3):
+            result = measure(served, tokens=4)
+            assert result.server.cached_tokens == 0
+
+
+def test_warm_is_proved_warm_and_never_passes_as_cold() -> None:
+    from dataclasses import replace
+
+    from pytest_dsv41.errors import MeasurementRefused
+    from pytest_dsv41.measure import Sampling, measure_group
+
+    with stub() as served:
+        prompt = "A garden wall runs along the river. " * 8
+        (request,) = requests(tokens=4)
+        warm = replace(request, prompt=prompt, salt="s", sampling=Sampling(cache="warm"))
+        with pytest.raises(MeasurementRefused) as cold:
+            measure_group(endpoint(served), [warm], deadline_s=10)
+        assert cold.value.kind == "cold-cache"
+        result = measure_group(endpoint(served), [warm], deadline_s=10)
+        assert (result.server.cached_tokens or 0) > 0
+        with pytest.raises(MeasurementRefused) as refused:
+            evaluate(get_engine("vllm"), ["cold"], result.streams, result.before, result.after)
+        assert refused.value.kind == "warm-cache"
+
+
+def test_prefix_hits_prove_it_where_usage_has_no_details() -> None:
+    with stub(prompt_tokens_details=False) as served:
+        result = measure(served, tokens=4)
+        assert result.streams[0].cached_tokens is None
+        assert result.server.cached_tokens == 0
+
+
+def test_server_time_that_contradicts_the_clients_refuses() -> None:
+    from dataclasses import replace
+
+    from pytest_dsv41.errors import MeasurementRefused
+
+    with stub() as served:
+        result = measure(served, tokens=30)
+        name = "vllm:request_decode_time_seconds_sum"
+        wrong = {**result.after.values, name: result.after.values[name] + 2.0}
+        with pytest.raises(MeasurementRefused) as refused:
+            evaluate(
+                get_engine("vllm"),
+                ["cold"],
+                result.streams,
+                result.before,
+                replace(result.after, values=wrong),
+            )
+        assert refused.value.kind == "clocks"
+
+
+def test_a_required_metric_that_has_no_value_refuses() -> None:
+    from pytest_dsv41.errors import MeasurementRefused
+    from pytest_dsv41.measure import measure_group
+
+    with stub() as served, pytest.raises(MeasurementRefused) as refused:
+        measure_group(endpoint(served), requests(), deadline_s=10, require=["accepted_per_round"])
+    assert refused.value.kind == "no-accepted_per_round"
