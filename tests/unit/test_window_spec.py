@@ -241,6 +241,13 @@ REFUSED = {
         "w.toml:24: limit: unknown key; did you mean 'limits'?; valid: window, arms, cells, "
         "limits, variables, target",
     ),
+    "misspelt required key": (
+        'lane = "DEMO"',
+        'lan = "DEMO"',
+        "w.toml:2: window.lan: unknown key; did you mean 'lane'?; valid: lane, name, hypothesis, "
+        "kind, schedule, repeats, pairing, interleave, by_profile, seed, out, campaign, "
+        "cell_modules, start_estimate_s",
+    ),
     "missing key": ('lane = "DEMO"\n', "", "w.toml:1: window.lane: missing"),
     "missing decision cell's primary": (
         'primary = "ms_per_round"\n',
