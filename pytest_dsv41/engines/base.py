@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import httpx
 
+from pytest_dsv41.engines.counters import refuse_resets
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.text import one_line
 
@@ -147,6 +148,8 @@ class Engine(ABC):
     """One dialect. Subclass it, give it a name, and put an instance into `ENGINES`."""
 
     name: ClassVar[str]
+    counters: ClassVar[tuple[str, ...]] = ()
+    """Samples that never fall while one server lives."""
     counters_hint: ClassVar[str] = ""
     """What to do about a server without counters."""
 
@@ -233,6 +236,16 @@ class Engine(ABC):
 
         `cache` is `cold` (no prefix reuse), `warm` (reuse under `salt`) or `any`.
         """
+
+    def same_server(self, before: Snapshot, after: Snapshot) -> None:
+        """Refuse where a counter fell or was created anew: another server, or a restarted one.
+
+        Raises:
+            MeasurementRefused: kinds `reset`, `missing-family`.
+        """
+        refuse_resets(
+            before.values, after.values, before.created, after.created, counters=self.counters
+        )
 
     @abstractmethod
     def settled(self, before: Snapshot, after: Snapshot, asked: Sequence[InBand]) -> str | None:

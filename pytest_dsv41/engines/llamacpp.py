@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 import httpx
 
 from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
-from pytest_dsv41.engines.counters import read_samples, refuse_resets
+from pytest_dsv41.engines.counters import read_samples
 from pytest_dsv41.errors import MeasurementRefused
 
 __all__ = ["LlamaCpp"]
@@ -36,6 +36,7 @@ class LlamaCpp(Engine):
     """The dialect of llama.cpp's `llama-server`."""
 
     name: ClassVar[str] = "llamacpp"
+    counters: ClassVar[tuple[str, ...]] = _COUNTERS
     counters_hint: ClassVar[str] = "start the server with --metrics"
 
     def scrape(
@@ -79,7 +80,7 @@ class LlamaCpp(Engine):
     def account(self, before: Snapshot, after: Snapshot, done: Sequence[InBand]) -> Server:
         """See `Engine.account`."""
         old, new = before.values, after.values
-        refuse_resets(old, new, before.created, after.created, counters=_COUNTERS)
+        self.same_server(before, after)
 
         def moved(name: str) -> int:
             return round(new.get(name, 0.0) - old.get(name, 0.0))

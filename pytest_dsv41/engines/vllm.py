@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 import httpx
 
 from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
-from pytest_dsv41.engines.counters import read_samples, refuse_resets
+from pytest_dsv41.engines.counters import read_samples
 from pytest_dsv41.errors import MeasurementRefused
 
 __all__ = ["Vllm"]
@@ -45,6 +45,7 @@ class Vllm(Engine):
     """The dialect of vLLM's OpenAI server."""
 
     name: ClassVar[str] = "vllm"
+    counters: ClassVar[tuple[str, ...]] = _COUNTERS
 
     def scrape(
         self, url: str, timeout: float = 5.0, client: httpx.Client | None = None
@@ -91,7 +92,7 @@ class Vllm(Engine):
     def account(self, before: Snapshot, after: Snapshot, done: Sequence[InBand]) -> Server:
         """See `Engine.account`."""
         old, new = before.values, after.values
-        refuse_resets(old, new, before.created, after.created, counters=_COUNTERS)
+        self.same_server(before, after)
 
         def delta(name: str) -> float | None:
             return None if name not in new else new[name] - old.get(name, 0.0)

@@ -380,6 +380,7 @@ def _settled(
     while True:
         _pause(stop)
         now = _look(engine, endpoint, client)
+        engine.same_server(before, now)
         owed = engine.settled(before, now, done)
         if now.still(last) and owed is None:
             return now

@@ -331,16 +331,16 @@ class _Reader:
             # A [DONE] behind the last event brings no token and merges nothing.
             several = sum(1 for event in events if event.data != b"[DONE]") > 1
             for place, event in enumerate(events):
-                last = all(later.data == b"[DONE]" for later in events[place + 1 :])
+                last = all(later.data.strip() == b"[DONE]" for later in events[place + 1 :])
                 self._event(event, stamp, several, merged=several and stamp.spread and not last)
-        if not self.done and parser.tail() == b"[DONE]":
+        if not self.done and parser.tail().strip() == b"[DONE]":
             self.notes.append("unterminated-done")
             self.done = True
         if not self.done:
             raise MeasurementFailed("no-end", "the stream ended without [DONE]")
 
     def _event(self, event: Event, stamp: Stamp, burst: bool, merged: bool) -> None:
-        if event.data == b"[DONE]":
+        if event.data.strip() == b"[DONE]":
             if self.done:
                 self.notes.append("done-twice")
             self.done = True
@@ -379,6 +379,8 @@ class _Reader:
         if not isinstance(usage, dict):
             return
         count = usage.get("completion_tokens")
+        if count == 0 and data.get("choices"):
+            count = None  # a role chunk's usage: no token yet, whenever it comes
         if isinstance(count, int):
             if self.total is not None and count < self.total:
                 raise MeasurementRefused(
@@ -455,7 +457,7 @@ class _Reader:
             self.entries += entries
         reached: Any = None
         if isinstance(usage, dict):
-            reached = usage.get("completion_tokens")
+            reached = usage.get("completion_tokens") or None
         timings = data.get("timings")
         if reached is None and isinstance(timings, dict):
             reached = timings.get("predicted_n")

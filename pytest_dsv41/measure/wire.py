@@ -615,7 +615,7 @@ class Loop:
             except OSError as error:
                 last = error
         raise ConnectionError(
-            f"{address.host}:{address.port}: {last.strerror if last else 'no address'}"
+            f"{address.host}:{address.port}: {(last.strerror or last) if last else 'no address'}"
         ) from last
 
     def _open(

@@ -1,0 +1,250 @@
+"""Health, models, and what each dialect's counters say, from texts as the servers print them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from pytest_dsv41.engines import InBand, Snapshot, engine_names, get_engine
+from pytest_dsv41.engines.base import base_url
+from pytest_dsv41.engines.counters import read_samples
+from pytest_dsv41.errors import MeasurementRefused, UsageError
+
+NAME = 'model_name="a \\"b\\" /c"'
+
+
+def vllm_text(
+    *,
+    success: float = 0,
+    tokens: float = 0,
+    drafts: float | None = None,
+    accepted: tuple[float, ...] = (),
+    decode_s: float = 0,
+    running: float = 0,
+    created: float = 1.79e9,
+    engines: int = 1,
+) -> str:
+    lines = []
+    for engine in range(engines):
+        label = f'engine="{engine}",{NAME}'
+        part = 1 / engines
+        lines += [
+            f"vllm:num_requests_running{{{label}}} {running * part}",
+            f"vllm:num_requests_waiting{{{label}}} 0.0",
+            f'vllm:request_success_total{{{label},finished_reason="length"}} {success * part}',
+            f'vllm:request_success_total{{{label},finished_reason="abort"}} 0.0',
+            f"vllm:generation_tokens_total{{{label}}} {tokens * part}",
+            f"vllm:request_decode_time_seconds_sum{{{label}}} {decode_s * part}",
+            f"vllm:request_decode_time_seconds_count{{{label}}} {success * part}",
+            f'vllm:request_decode_time_seconds_bucket{{{label},le="+Inf"}} {success * part}',
+        ]
+        if drafts is not None:
+            name = "vllm:spec_decode_num_accepted_tokens"
+            lines += [
+                "# TYPE vllm:spec_decode_num_drafts counter",
+                f"vllm:spec_decode_num_drafts_total{{{label}}} {drafts * part}",
+                f"vllm:spec_decode_num_drafts_created{{{label}}} {created}",
+                f"{name}_total{{{label}}} {sum(accepted) * part}",
+                f"{name}_created{{{label}}} {created}",
+            ]
+            lines += [
+                f'{name}_per_pos_total{{{label},position="{i}"}} {value * part}'
+                for i, value in enumerate(accepted)
+            ]
+    return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def answering(text: str | Callable[[httpx.Request], httpx.Response]) -> Iterator[httpx.Client]:
+    def respond(request: httpx.Request) -> httpx.Response:
+        return text(request) if callable(text) else httpx.Response(200, text=text)
+
+    with httpx.Client(transport=httpx.MockTransport(respond)) as client:
+        yield client
+
+
+def look(text: str, engine: str = "vllm") -> Snapshot:
+    with answering(text) as client:
+        return get_engine(engine).scrape("http://server", client=client)
+
+
+def done(*tokens: int) -> list[InBand]:
+    return [InBand(prompt_tokens=5, completion_tokens=count, cached_tokens=0) for count in tokens]
+
+
+def test_deltas_are_exact_names_summed_over_engines() -> None:
+    before = look(vllm_text(success=4, tokens=100, drafts=10, accepted=(6, 2), engines=2))
+    after = look(
+        vllm_text(success=5, tokens=140, drafts=25, accepted=(16, 8), decode_s=0.4, engines=2)
+    )
+    server = get_engine("vllm").account(before, after, done(40))
+    assert (server.tokens, server.accepted, server.drafts) == (40, 16, 15)
+    assert server.rounds == 40 - 16 - 1
+    assert server.decode_ms == pytest.approx(400)
+
+
+def test_drafts_are_not_rounds() -> None:
+    before = look(vllm_text(drafts=0, accepted=(0,)))
+    after = look(vllm_text(success=1, tokens=128, drafts=0, accepted=(0,), decode_s=1))
+    server = get_engine("vllm").account(before, after, done(128))
+    assert (server.drafts, server.rounds, server.speculates) == (0, 127, True)
+
+
+@pytest.mark.parametrize(
+    ("after", "kind"),
+    [
+        ({"success": 2, "tokens": 50}, "foreign-request"),
+        ({"success": 1, "tokens": 50}, "foreign-request"),
+        ({"success": 1, "tokens": 40, "created": 1.8e9}, "reset"),
+        ({"success": 1, "tokens": 40, "accepted": (10, 12)}, "identity"),
+        ({"success": 1, "tokens": 40, "accepted": (10, 2), "drafts": 28}, "identity"),
+        ({"success": 1, "tokens": 40, "accepted": (10, 2), "drafts": None}, "missing-family"),
+    ],
+)
+def test_what_counters_refuse(after: dict[str, object], kind: str) -> None:
+    given = {"drafts": 20, "accepted": (10, 2), "decode_s": 1.0} | after
+    before = look(vllm_text(drafts=0, accepted=(0, 0)))
+    with pytest.raises(MeasurementRefused) as refused:
+        get_engine("vllm").account(before, look(vllm_text(**given)), done(40))  # type: ignore[arg-type]
+    assert refused.value.kind == kind
+
+
+def test_a_counter_that_falls_is_a_reset() -> None:
+    before, after = look(vllm_text(success=9, tokens=90)), look(vllm_text(success=1, tokens=40))
+    with pytest.raises(MeasurementRefused) as refused:
+        get_engine("vllm").account(before, after, done(40))
+    assert refused.value.kind == "reset"
+
+
+def test_created_times_are_never_added_to_counts() -> None:
+    sums, created = read_samples(
+        vllm_text(drafts=7, accepted=(3, 1)), ["vllm:spec_decode_num_drafts_total"]
+    )
+    assert sums == {"vllm:spec_decode_num_drafts_total": 7.0}
+    assert list(created.values()) == [1.79e9]
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
+def test_a_value_that_is_no_number_is_refused(value: str) -> None:
+    zero = f'vllm:generation_tokens_total{{engine="0",{NAME}}} '
+    text = vllm_text().replace(f"{zero}0.0", f"{zero}{value}")
+    with pytest.raises(MeasurementRefused) as refused:
+        look(text)
+    assert refused.value.kind == "bad-counter"
+
+
+LLAMA = """\
+# TYPE llamacpp:prompt_tokens_total counter
+llamacpp:prompt_tokens_total {prompt}
+llamacpp:prompt_tokens_cached_total 0
+llamacpp:tokens_predicted_total {tokens}
+llamacpp:n_decode_total {steps}
+llamacpp:spec_decode_num_draft_tokens_total {drafted}
+llamacpp:spec_decode_num_accepted_tokens_total {accepted}
+llamacpp:spec_decode_num_drafts_total {drafts}
+llamacpp:requests_processing 0
+llamacpp:requests_deferred 0
+llamacpp:predicted_tokens_seconds 36.3
+"""
+
+
+def llama(prompt: int = 0, tokens: int = 0, steps: int = 0, drafted: int = 0, accepted: int = 0,
+          drafts: int = 0) -> Snapshot:  # fmt: skip
+    text = LLAMA.format(prompt=prompt, tokens=tokens, steps=steps, drafted=drafted,
+                        accepted=accepted, drafts=drafts)  # fmt: skip
+    return look(text, "llamacpp")
+
+
+def timed(tokens: int, prompt: int, **draft: int) -> InBand:
+    timings = {"predicted_n": tokens, "predicted_ms": 300.0, "prompt_n": prompt, "cache_n": 0}
+    return InBand(prompt, tokens, 0, timings | draft)
+
+
+def test_llamacpp_rounds_come_from_timings() -> None:
+    # The figures of a real request: 12 tokens, 9 of 9 drafts accepted, 2 drafted steps.
+    after = llama(prompt=16, tokens=12, steps=4, drafted=9, accepted=9, drafts=2)
+    server = get_engine("llamacpp").account(
+        llama(), after, [timed(12, 16, draft_n=9, draft_n_accepted=9)]
+    )
+    assert (server.rounds, server.drafts, server.decode_ms) == (2, 2, 300.0)
+
+
+@pytest.mark.parametrize("after", [{"tokens": 13}, {"prompt": 17}, {"tokens": 24, "prompt": 32}])
+def test_llamacpp_foreign_tokens_refuse(after: dict[str, int]) -> None:
+    given = {"prompt": 16, "tokens": 12} | after
+    with pytest.raises(MeasurementRefused) as refused:
+        get_engine("llamacpp").account(llama(), llama(**given), [timed(12, 16)])
+    assert refused.value.kind == "foreign-request"
+
+
+def test_llamacpp_without_metrics_says_how_to_get_them() -> None:
+    with (
+        answering(lambda _: httpx.Response(501, text="{}")) as client,
+        pytest.raises(MeasurementRefused, match="--metrics") as refused,
+    ):
+        get_engine("llamacpp").scrape("http://server", client=client)
+    assert refused.value.kind == "no-counters"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp", "radiance"])
+def test_each_dialect_is_known_by_its_name(engine: str) -> None:
+    assert get_engine(engine).name == engine
+    assert engine in engine_names()
+
+
+def test_an_unknown_engine_lists_the_known() -> None:
+    with pytest.raises(UsageError, match="valid: llamacpp, radiance, vllm"):
+        get_engine("triton")
+
+
+def test_caches_are_asked_for_in_the_dialects_own_words() -> None:
+    body = {"stream": True}
+    vllm, llama_cpp = get_engine("vllm"), get_engine("llamacpp")
+    assert vllm.dress(dict(body), cache="cold", salt="s")["cache_salt"] == "s"
+    assert "cache_salt" not in vllm.dress(dict(body), cache="any", salt="s")
+    assert llama_cpp.dress(dict(body), cache="cold", salt="s")["cache_prompt"] is False
+    assert llama_cpp.dress(dict(body), cache="warm", salt="s")["cache_prompt"] is True
+    assert "cache_salt" not in llama_cpp.dress(dict(body), cache="cold", salt="s")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "state", "reason"),
+    [
+        (200, "", "up", ""),
+        (503, '{"error":{"code":503,"message":"Loading model"}}', "down", "loading"),
+        (503, "", "down", "the server says 503"),
+        (404, "", "unknown", "/health answered 404"),
+    ],
+)
+def test_health_by_its_answer(status: int, body: str, state: str, reason: str) -> None:
+    with answering(lambda _: httpx.Response(status, text=body)) as client:
+        health = get_engine("vllm").health("http://server", client=client)
+    assert (health, health.reason) == (state, reason)
+
+
+def test_nobody_listening_is_down_and_silence_is_unknown() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        assert get_engine("vllm").health(url) == "down"
+        sock.listen()
+        health = get_engine("vllm").health(url, timeout=0.2)
+    assert (health, health.reason) == ("unknown", "no answer within 0.2 s")
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_addresses_may_end_in_v1_or_a_slash(url: str) -> None:
+    assert base_url(url) == "http://h:1"
+
+
+def test_models_that_are_none_are_refused() -> None:
+    with (
+        answering('{"object": "list"}') as client,
+        pytest.raises(MeasurementRefused) as refused,
+    ):
+        get_engine("vllm").models("http://server", client=client)
+    assert refused.value.kind == "models"

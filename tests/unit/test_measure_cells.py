@@ -1,0 +1,247 @@
+"""Cells, requests, prompt identity, the corpus and its pins."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+import pytest_dsv41.measure as measure_room
+from pytest_dsv41.errors import MeasurementRefused, UsageError
+from pytest_dsv41.measure import METRICS, Builder, Cell, Request, Sampling, cells, prompt_identity
+from pytest_dsv41.measure.corpus import PACKAGED, PROMPT_SHA256, Corpus, find_prompt
+from pytest_dsv41.measure.cut import cut_texts
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_a_prompts_identity_is_the_hash_of_its_bytes() -> None:
+    assert Request(1, prompt="é").prompt_sha256 == sha("é")
+    message = {"role": "user", "content": "é"}
+    assert Request(1, messages=(message,), api="chat").prompt_sha256 == sha("é")
+    both = (message, {"role": "assistant", "content": "b"})
+    canonical = '[{"content":"\\u00e9","role":"user"},{"content":"b","role":"assistant"}]'
+    assert Request(1, messages=both, api="chat").prompt_sha256 == sha(canonical)
+    assert Request(1, token_ids=(1, 22, 3)).prompt_sha256 == sha("[1,22,3]")
+
+
+def test_several_identities_make_one_in_any_order() -> None:
+    a, b = sha("a"), sha("b")
+    assert prompt_identity([a]) == a
+    assert prompt_identity([b, a]) == prompt_identity([a, b]) == sha("\n".join(sorted([a, b])))
+    assert prompt_identity([a, a]) == sha(f"{a}\n{a}")  # duplicates are kept
+
+
+def test_members_have_their_own_seeds_and_salts() -> None:
+    cell = Cell("x", ("demo-1", "demo-2"), 16)
+    one, two = cell.requests(seed=40, salt="w")
+    assert (one.seed, two.seed) == (40, 41)
+    assert one.salt != two.salt
+    assert one.prompt != two.prompt
+    assert [request.seed for request in cell.requests()] == [None, None]
+
+
+def test_everything_that_makes_the_workload_is_in_the_definition() -> None:
+    cell = Cell("x", ("demo-1",), 16)
+    others = [
+        Cell("y", ("demo-1",), 16),
+        Cell("x", ("demo-2",), 16),
+        Cell("x", ("demo-1", "demo-2"), 16),
+        Cell("x", ("demo-1", "demo-2"), 16, late=1),
+        Cell("x", ("demo-1",), 17),
+        Cell("x", ("demo-1",), 16, kind="prefill"),
+        Cell("x", ("demo-1",), 16, api="chat"),
+        *(
+            Cell("x", ("demo-1",), 16, sampling=sampling)
+            for sampling in (
+                Sampling(temperature=0.5),
+                Sampling(top_p=0.9),
+                Sampling(thinking=True),
+                Sampling(chat_template_kwargs={"effort": "high"}),
+                Sampling(priority=10),
+                Sampling(ignore_eos=False),
+                Sampling(cache="warm"),
+            )
+        ),
+    ]
+    definitions = [json.dumps(c.definition(), sort_keys=True) for c in (cell, *others)]
+    assert len(set(definitions)) == len(definitions)
+    assert Cell("x", ("demo-1",), 16, estimated_s=99.0).definition() == cell.definition()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Cell("a b", ("p",), 1),
+        lambda: Cell("a/b", ("p",), 1),
+        lambda: Cell("", ("p",), 1),
+        lambda: Cell("a", (), 1),
+        lambda: Cell("a", ("p",), 0),
+        lambda: Cell("a", ("p",), 1, late=1),
+        lambda: Sampling(cache="hot"),  # type: ignore[arg-type]
+        lambda: Sampling(temperature=-1),
+        lambda: Request(1),
+        lambda: Request(1, prompt="a", token_ids=(1,)),
+        lambda: Request(1, token_ids=(1,), api="chat"),
+    ],
+)
+def test_what_is_no_cell_is_said_at_once(make: object) -> None:
+    with pytest.raises(ValueError):
+        make()  # type: ignore[operator]
+
+
+def test_the_decorator_keeps_functions_and_coroutines_as_they_are() -> None:
+    cell = Cell("x", ("demo-1",), 16)
+
+    @cells(cell)
+    def plain() -> int:
+        return 3
+
+    @cells(cell)
+    async def later() -> None: ...
+
+    assert plain() == 3
+    assert plain.__dsv41_cells__ == (cell,)  # type: ignore[attr-defined]
+    assert inspect.iscoroutinefunction(later)
+    assert later.__dsv41_cells__ == (cell,)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError):
+        cells(cell, cell)
+    with pytest.raises(UsageError):
+        cells()
+
+
+def test_a_body_says_what_the_sampling_says() -> None:
+    sampling = Sampling(temperature=0.5, top_p=0.9, thinking=False, priority=10, logprobs=20)
+    chat = Request(9, prompt="p", api="chat", sampling=sampling, seed=3).body("m")
+    assert chat == {
+        "model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "p"}],
+        "temperature": 0.5, "top_p": 0.9, "priority": 10, "ignore_eos": True, "seed": 3,
+        "chat_template_kwargs": {"enable_thinking": False}, "logprobs": True, "top_logprobs": 20,
+    }  # fmt: skip
+    plain = Request(9, token_ids=(1, 2), sampling=Sampling(ignore_eos=False)).body("m")
+    assert plain == {"model": "m", "max_tokens": 9, "prompt": [1, 2], "temperature": 1.0}
+
+
+def test_every_packaged_prompt_is_the_pinned_one() -> None:
+    corpus = Corpus.load(PACKAGED)
+    assert {"short", "demo-1", "demo-2", "demo-3"} <= set(corpus.cuts)
+    for name in corpus.cuts:
+        assert sha((PACKAGED / f"{name}.txt").read_text()) == corpus.prompt(name).sha256
+
+
+def make_corpus(folder: Path, **texts: str) -> Corpus:
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    cuts = {n: {"file": f"{n}.txt", "tokens": 1, "sha256": sha(t)} for n, t in texts.items()}
+    (folder / "cuts.json").write_text(json.dumps(cuts))
+    return Corpus.load(folder)
+
+
+def test_a_changed_text_is_refused(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path / "c", a="hello")
+    assert corpus.prompt("a").text == "hello"
+    (tmp_path / "c" / "a.txt").write_text("hello ")
+    with pytest.raises(MeasurementRefused) as refused:
+        corpus.prompt("a")
+    assert refused.value.kind == "prompt-pin"
+
+
+def test_a_registered_pin_stands_over_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROMPT_SHA256, "a", sha("another"))
+    with pytest.raises(MeasurementRefused):
+        make_corpus(tmp_path / "c", a="hello").prompt("a")
+
+
+def test_a_named_corpus_comes_before_the_packaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_corpus(tmp_path / "c", short="mine")
+    assert find_prompt("short").text != "mine"
+    monkeypatch.setenv("DSV41_CORPUS", str(tmp_path / "c"))
+    assert find_prompt("short").text == "mine"
+    assert find_prompt("demo-1").tokens is None
+    with pytest.raises(UsageError, match="dsv41 corpus cut"):
+        find_prompt("nowhere")
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"a": {"sha256": "short"}}', '{"a": 3}'])
+def test_a_broken_cuts_file_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cuts.json").write_text(text)
+    with pytest.raises(UsageError) as wrong:
+        Corpus.load(tmp_path)
+    assert "\n" not in str(wrong.value)
+
+
+def test_a_cuts_file_cannot_point_outside_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    make_corpus(folder, a="x")
+    (tmp_path / "secret.txt").write_text("x")
+    cuts = {"a": {"file": "../secret.txt", "tokens": 1, "sha256": sha("x")}}
+    (folder / "cuts.json").write_text(json.dumps(cuts))
+    with pytest.raises(UsageError, match="outside"):
+        Corpus.load(folder).prompt("a")
+
+
+def test_cuts_follow_one_another_and_are_the_longest_that_fit(tmp_path: Path) -> None:
+    text = " ".join(f"word{i}" for i in range(200))
+
+    def count(piece: str) -> int:
+        return len(piece.split()) + 1  # one special token
+
+    one, two = cut_texts(text, [("a", 10), ("b", 20)], count, tmp_path)
+    assert (one.tokens, two.tokens) == (10, 20)
+    assert text.startswith(one.text + two.text)
+    assert count(text[: len(one.text) + 1]) > 10
+    corpus = Corpus.load(tmp_path)
+    assert corpus.prompt("b").text == two.text
+    with pytest.raises(UsageError, match="of this name"):
+        cut_texts(text, [("a", 3)], count, tmp_path)
+    with pytest.raises(UsageError, match="too short"):
+        cut_texts(text, [("c", 900)], count, tmp_path)
+    assert set(Corpus.load(tmp_path).cuts) == {"a", "b"}
+
+
+def built(size: int) -> str:
+    return "x" * size
+
+
+def test_a_built_prompt_must_hash_to_its_pin() -> None:
+    good = Builder(f"{__name__}:built", sha("xxx"), {"size": 3})
+    cell = Cell("x", ("made",), 4, builders={"made": good})
+    assert cell.requests()[0].prompt == "xxx"
+    for builder, kind in (
+        (Builder(f"{__name__}:built", sha("xxx"), {"size": 4}), "prompt-pin"),
+        (Builder(f"{__name__}:nothing", sha("xxx")), "prompt-unbuilt"),
+        (Builder("no_such_module:f", sha("xxx")), "prompt-unbuilt"),
+    ):
+        with pytest.raises(MeasurementRefused) as refused:
+            Cell("x", ("made",), 4, builders={"made": builder}).requests()
+        assert refused.value.kind == kind
+
+
+def test_metrics_have_the_orientation_of_the_rules() -> None:
+    assert {name: metric.lower_is_better for name, metric in METRICS.items()} == {
+        "ms_per_round": True,
+        "accepted_per_round": False,
+        "ttft_ms": True,
+        "decode_tok_s": False,
+        "client_tok_s": False,
+        "prefill_tok_s": False,
+        "rounds": True,
+    }
+    assert [name for name, metric in METRICS.items() if metric.needs_speculation] == [
+        "accepted_per_round"
+    ]
+
+
+def test_the_rooms_public_names_exist() -> None:
+    for name in measure_room.__all__:
+        assert hasattr(measure_room, name)

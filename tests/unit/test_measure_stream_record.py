@@ -1,0 +1,181 @@
+"""What a stream's bytes mean: tokens, times, channels, ends. Times are given, none is taken."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused
+from pytest_dsv41.measure.stream import StreamRecord, read_pieces
+from pytest_dsv41.measure.wire import Read
+
+MS = 1_000_000
+
+
+def chunk(text: str | None = None, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "text": text or "", "finish_reason": more.pop("finish", None)}
+    choice |= {key: more.pop(key) for key in ("logprobs", "token_ids") if key in more}
+    return {"choices": [choice], **more}
+
+
+def delta(finish: str | None = None, usage: Any = None, **fields: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
+    return body if usage is None else {**body, "usage": {"completion_tokens": usage}}
+
+
+def total(tokens: int) -> dict[str, Any]:
+    return {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": tokens}}
+
+
+def record(*groups: list[Any] | dict[str, Any], done: bool = True, **spread: Any) -> StreamRecord:
+    """One read a group, 10 ms apart from 10 ms on; an event is a JSON object or bytes."""
+    pieces: list[tuple[int, bytes]] = []
+    reads: list[Read] = []
+    for index, group in enumerate([*groups, *([[b"data: [DONE]\n\n"]] if done else [])]):
+        events = group if isinstance(group, list) else [group]
+        data = b"".join(
+            event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode() + b"\n\n"
+            for event in events
+        )
+        at = (index + 1) * 10 * MS
+        pieces.append((index, data))
+        late = spread.get("late") == index
+        floor = at - 9 * MS if late else at - MS // 2
+        reads.append(Read(at, at - (MS if late else 0), 0, len(data), 5, floor, late))
+    return read_pieces(
+        pieces, reads, offset_ns=0, start_ns=0, send_ns=0, end_ns=10**9, prompt_sha256="0" * 64
+    )
+
+
+def test_text_that_looks_like_the_protocol_stays_text() -> None:
+    text = 'data: x\n\ndata: [DONE]\n\n: {"error": 1}'
+    assert record(chunk(text, finish="stop"), total(5)).text == text
+
+
+def test_final_usage_alone_tells_no_first_event() -> None:
+    stream = record(chunk("a b"), chunk("c", finish="length"), total(3))
+    assert (stream.completion_tokens, stream.first_tokens) == (3, None)
+
+
+def test_usage_in_the_last_choice_is_a_total_and_not_that_events_tokens() -> None:
+    last = chunk("c", finish="length", usage={"completion_tokens": 3})
+    stream = record(chunk("a"), chunk("b"), last)
+    assert [event.tokens for event in stream.events] == [None, None, None]
+    assert stream.completion_tokens == 3
+
+
+def test_token_ids_count_where_usage_does_not() -> None:
+    stream = record(chunk("a b", token_ids=[1, 2]), chunk("", token_ids=[3], finish="length"))
+    assert (stream.completion_tokens, stream.count_source) == (3, "token_ids")
+    assert [event.tokens for event in stream.events] == [2, 1]
+
+
+def test_a_token_without_text_is_the_first_token() -> None:
+    stream = record(chunk("", token_ids=[1]), chunk("é", token_ids=[2], finish="length"))
+    assert stream.first_token_ns == 10 * MS
+
+
+def test_token_ids_that_contradict_usage_are_refused() -> None:
+    with pytest.raises(MeasurementRefused) as refused:
+        record(chunk("a", token_ids=[1]), chunk("b", token_ids=[2], finish="length"), total(3))
+    assert refused.value.kind == "usage"
+
+
+@pytest.mark.parametrize("logprobs", [
+    {"content": [{"token": "a"}, {"token": "b"}]},
+    {"tokens": ["a", "b"], "token_logprobs": [-1, -2]},
+])  # fmt: skip
+def test_logprobs_entries_count_in_each_of_their_forms(logprobs: dict[str, Any]) -> None:
+    stream = record(chunk("ab", logprobs=logprobs, finish="length"))
+    assert (stream.completion_tokens, stream.count_source) == (2, "logprobs")
+
+
+def test_both_names_of_one_reasoning_text_count_once() -> None:
+    both = delta(reasoning="hm", reasoning_content="hm", usage=1)
+    stream = record(delta(role="assistant", content="", usage=0), both,
+                    delta(content="x", finish="stop", usage=2))  # fmt: skip
+    assert stream.events[1].channels == ("reasoning",)
+    assert stream.first_content_ns == 30 * MS
+
+
+def test_any_field_with_text_is_a_channel() -> None:
+    stream = record(delta(inner_voice="psst", usage=1), delta(finish="stop", usage=1))
+    assert stream.events[0].channels == ("inner_voice",)
+    assert stream.first_token_ns == 10 * MS
+
+
+def test_a_tool_call_is_tokens_without_content() -> None:
+    call = [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]
+    stream = record(delta(tool_calls=call, usage=4), delta(finish="tool_calls", usage=4))
+    assert stream.first_content_ns is None
+    assert stream.completion_tokens == 4
+
+
+def test_the_output_hash_depends_on_every_channel_and_on_no_cut() -> None:
+    one = record(delta(content="ab", usage=2), delta(finish="stop", usage=2))
+    two = record(delta(content="a", usage=1), delta(content="b", usage=2, finish="stop"))
+    other = record(delta(reasoning="ab", usage=2), delta(finish="stop", usage=2))
+    assert one.output_sha256 == two.output_sha256 != other.output_sha256
+
+
+def test_the_first_token_among_merged_events_has_no_time_of_its_own() -> None:
+    events = [
+        chunk("a", usage={"completion_tokens": 1}),
+        chunk("b", usage={"completion_tokens": 2}),
+    ]
+    rest = chunk("c", finish="length", usage={"completion_tokens": 3})
+    stream = record(events, rest, late=0)
+    assert stream.first_merged
+    assert [event.merged for event in stream.events] == [True, False, False]
+    assert not record(events, rest).first_merged
+
+
+def test_the_last_event_of_a_merged_read_keeps_its_time() -> None:
+    role = delta(role="assistant", content="", usage=0)
+    stream = record([role, delta(content="a", usage=1)], delta(finish="stop", usage=1), late=0)
+    assert not stream.first_merged
+    assert stream.first_token_ns == 9 * MS
+
+
+@pytest.mark.parametrize(
+    ("groups", "kind"),
+    [
+        ([chunk("a", finish="stop"), total(1), b"x"], "no-end"),
+        ([chunk("a"), {"error": {"message": "boom", "code": 500}}], "error-event"),
+        ([{"object": "error", "message": "boom"}], "error-event"),
+        ([[b"data: {oops\n\n"]], "bad-event"),
+        ([[b"data: 3\n\n"]], "bad-event"),
+        ([chunk("", finish="stop"), total(0)], "no-token"),
+        ([chunk("a"), total(1)], "no-finish"),
+        ([chunk("a", finish="abort"), total(1)], "finish-abort"),
+        ([{"choices": [{"index": 1, "text": "a"}]}], "choices"),
+        ([chunk("a", finish="stop"), total(1), [b"data: [DONE]\n\n"], chunk("b")], "after-done"),
+    ],
+)
+def test_what_fails_a_stream(groups: list[Any], kind: str) -> None:
+    done = kind != "no-end"
+    given = [[group] if isinstance(group, bytes) else group for group in groups]
+    with pytest.raises(MeasurementFailed) as failed:
+        record(*given, done=done)
+    assert failed.value.kind == kind
+
+
+def test_a_record_comes_back_from_json_and_holds_no_text() -> None:
+    stream = record(delta(role="assistant", content="", usage=0), delta(content="secret", usage=1),
+                    delta(finish="stop", usage=1))  # fmt: skip
+    data = json.loads(json.dumps(stream.to_json()))
+    assert "secret" not in json.dumps(data)
+    assert StreamRecord.from_json(data) == stream
+
+
+def test_llamacpp_counts_each_event_by_its_timings() -> None:
+    def token(text: str, n: int) -> dict[str, Any]:
+        return chunk(text, timings={"predicted_n": n, "predicted_ms": 1.0, "cache_n": 4})
+
+    end = chunk("", finish="length", usage={"completion_tokens": 3},
+                timings={"predicted_n": 3, "predicted_ms": 9.0, "cache_n": 4})  # fmt: skip
+    stream = record(token("a", 1), [token("b", 2), token("c", 3)], end)
+    assert [event.tokens for event in stream.events] == [1, 1, 1, 0]
+    assert (stream.last_token_ns, stream.cached_tokens) == (20 * MS, 4)
