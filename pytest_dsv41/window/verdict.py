@@ -27,9 +27,9 @@ from ..durable import dump_json
 from ..errors import UsageError
 from ..text import one_line
 from .plan import Plan, PlannedItem
-from .summary import Status
 from .schedule import layout
 from .source import read_regular, shown
+from .summary import Status
 
 __all__ = ["EXIT_CODES", "Outcome", "conclude", "read_folder"]
 
