@@ -234,7 +234,7 @@ class Engine(ABC):
     def dress(self, body: dict[str, Any], *, cache: str, salt: str | None) -> dict[str, Any]:
         """Add the dialect's own fields to a request body and return it.
 
-        `cache` is `cold` (no prefix reuse), `warm` (reuse under `salt`) or `any`.
+        `cache` is `cold` or `fill` (no prefix reuse), `warm` (reuse under `salt`) or `any`.
         """
 
     def same_server(self, before: Snapshot, after: Snapshot) -> None:

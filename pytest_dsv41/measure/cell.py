@@ -30,8 +30,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Sampling:
     """How the server draws, and what it may keep between requests; part of a cell's definition.
 
-    `cache`: `cold` (each request proved without cached prompt tokens), `warm` (a prefix sent
-    before under the same salt is reused, and proved), `any` (not controlled, not judged).
+    `cache`: `cold` (each request proved without cached prompt tokens), `fill` (cold, and kept
+    under its salt for later), `warm` (what was filled under the same salt is reused, and proved),
+    `any` (not controlled, not judged).
     """
 
     temperature: float = 1.0
@@ -41,12 +42,12 @@ class Sampling:
     chat_template_kwargs: Mapping[str, Any] | None = None
     priority: int | None = None
     ignore_eos: bool = True
-    cache: Literal["cold", "warm", "any"] = "cold"
+    cache: Literal["cold", "fill", "warm", "any"] = "cold"
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.cache not in ("cold", "warm", "any"):
-            raise ValueError(f"cache {self.cache!r}: valid: cold, warm, any")
+        if self.cache not in ("cold", "fill", "warm", "any"):
+            raise ValueError(f"cache {self.cache!r}: valid: cold, fill, warm, any")
         if not 0 <= self.temperature <= 10:
             raise ValueError(f"temperature {self.temperature!r}: valid: 0 to 10")
 

@@ -402,7 +402,7 @@ def _check(caches: set[str], streams: Sequence[StreamRecord], server: Server) ->
     if server.cached_tokens is None:
         if caches - {"any"}:
             notes.append("cache-unproved")
-    elif caches == {"cold"} and server.cached_tokens:
+    elif caches <= {"cold", "fill"} and server.cached_tokens:
         raise MeasurementRefused(
             "warm-cache", f"{server.cached_tokens} prompt tokens came from a cache: not cold"
         )
