@@ -34,7 +34,7 @@ NEVER_COUNTED = frozenset({"admission", "smoke"})
 
 _FIRST_LINES = 10
 _HYPOTHESIS_FILE = re.compile(r"hypothesis-[0-9]+\.md")
-_DECORATION = re.compile(r"^[\s>*+`_#|-]*|[`*_|]")
+_DECORATION = re.compile(r"^[\s>*+`_#|-]*|[`*|]")
 _READ_LIMIT = 16 << 20
 
 
