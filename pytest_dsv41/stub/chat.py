@@ -55,8 +55,11 @@ def integer(body: dict[str, Any], name: str, default: int, *, low: int) -> int:
     value = body.get(name)
     if value is None or value is False:
         return default
-    if value is True or not isinstance(value, int) or value < low:
-        raise BadRequest(f"{name} must be a whole number, at least {low}, got {json.dumps(value)}")
+    if value is True or not isinstance(value, int):
+        text = f"{name} must be a whole number, got {json.dumps(value)}"
+        raise BadRequest(text, param=f"body.{name}", form="type")
+    if value < low:
+        raise BadRequest(f"{name} must be at least {low}, got {value}", param=name)
     return value
 
 
@@ -65,8 +68,11 @@ def real(body: dict[str, Any], name: str, default: float) -> float:
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise BadRequest(f"{name} must be a number, at least 0, got {json.dumps(value)}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        text = f"{name} must be a number, got {json.dumps(value)}"
+        raise BadRequest(text, param=f"body.{name}", form="type")
+    if value < 0:
+        raise BadRequest(f"{name} must be at least 0, got {value}", param=name)
     return float(value)
 
 

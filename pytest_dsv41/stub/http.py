@@ -27,11 +27,19 @@ _REASONS = {
 
 
 class BadRequest(Exception):  # noqa: N818 - named after the status it becomes
-    """The request cannot be served: `status` and one line."""
+    """The request cannot be served: `status`, one line, and the parameter it is about.
 
-    def __init__(self, message: str, status: int = 400) -> None:
+    `form` tells how vLLM says it: "value" (its own check), "type" (its parser's), or "route" (there
+    is no such endpoint).
+    """
+
+    def __init__(
+        self, message: str, status: int = 400, param: str | None = None, form: str = "value"
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.param = param
+        self.form = form
 
 
 class Request(NamedTuple):
@@ -55,7 +63,7 @@ class Request(NamedTuple):
         except ValueError as error:
             raise BadRequest(f"invalid JSON: {error}") from None
         if not isinstance(value, dict):
-            raise BadRequest("the body must be a JSON object")
+            raise BadRequest("the body must be a JSON object", param="body", form="type")
         return value
 
 

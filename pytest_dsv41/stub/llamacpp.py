@@ -64,13 +64,13 @@ class LlamaCpp:
             **{("POST", f"/slots/{i}"): self.slot for i in range(self.profile.max_running)},
         }
 
-    def error(self, connection: Connection, status: int, message: str) -> None:
+    def error(self, connection: Connection, error: BadRequest) -> None:
         """Answer with llama.cpp's error object."""
-        respond(connection, status, dumps(error_body(status, message)))
+        respond(connection, error.status, dumps(error_body(error.status, str(error))))
 
     def not_ready(self, connection: Connection) -> None:
         """Answer while the model loads."""
-        self.error(connection, 503, "Loading model")
+        self.error(connection, BadRequest("Loading model", 503))
 
     # ---- small endpoints -------------------------------------------------------------------
 

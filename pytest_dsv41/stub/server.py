@@ -144,7 +144,7 @@ class Server:
             try:
                 request = yield from read_request(connection)
             except BadRequest as error:
-                self.api.error(connection, error.status, str(error))
+                self.api.error(connection, error)
                 return
             if request is None:
                 return
@@ -166,7 +166,7 @@ class Server:
         if handler is None:
             known = any(path == request.path for _, path in self.api.routes)
             status, text = (405, "Method Not Allowed") if known else (404, "Not Found")
-            self.api.error(connection, status, text)
+            self.api.error(connection, BadRequest(text, status, form="route"))
             return
         try:
             faults = self._faults(request)
@@ -179,7 +179,7 @@ class Server:
             if steps is not None:
                 yield from steps
         except BadRequest as error:
-            self.api.error(connection, error.status, str(error))
+            self.api.error(connection, error)
 
     # ---- faults ----------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Server:
                 raise BadRequest("faults must be a list of texts")
             self.set_faults(tuple(map(str, texts)))
         except (BadRequest, UsageError) as error:
-            self.api.error(connection, 400, str(error))
+            self.api.error(connection, BadRequest(str(error)))
             return
         respond(connection, 200, dumps({"faults": list(self._always)}))
 

@@ -26,10 +26,10 @@ __all__ = ["Vllm"]
 _ERROR_TYPES = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """Return vLLM's error object."""
     kind = _ERROR_TYPES.get(status, "BadRequestError")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 class Vllm:
@@ -39,6 +39,8 @@ class Vllm:
         self.server = server
         self.profile: Profile = server.profile
         self.ledger = ledger
+        # 0.33 added these to streamed chunks, and took created_cache_tokens out of them.
+        self.since_033 = _version(self.profile.version) >= (0, 33)
         self.fingerprint = f"vllm-{self.profile.version}-stub"
         self.routes = {
             ("GET", "/health"): self.health,
@@ -57,9 +59,15 @@ class Vllm:
             ("POST", "/stop_profile"): self.stop_profile,
         }
 
-    def error(self, connection: Connection, status: int, message: str) -> None:
-        """Answer with vLLM's error object."""
-        respond(connection, status, dumps(error_body(status, message)))
+    def error(self, connection: Connection, error: BadRequest) -> None:
+        """Answer with vLLM's error object, or its web framework's for an unknown route."""
+        if error.form == "route":
+            respond(connection, error.status, dumps({"detail": str(error)}))
+            return
+        body = error_body(error.status, str(error), error.param)
+        if error.form == "type":
+            body["error"]["type"] = "Bad Request"
+        respond(connection, error.status, dumps(body))
 
     def not_ready(self, connection: Connection) -> None:
         """Answer while the model loads: vLLM's port is open only afterwards; a proxy says 503."""
@@ -117,7 +125,7 @@ class Vllm:
     def server_info(self, connection: Connection, request: Request) -> None:
         """The configuration, as text or JSON; only in dev mode."""
         if not self.profile.dev_mode:
-            raise BadRequest("Not Found", 404)
+            raise BadRequest("Not Found", 404, form="route")
         config = {k: v for k, v in self.profile._asdict().items() if k not in ("truth", "uds")}
         as_json = "config_format=json" in request.query
         shown: Any = config if as_json else ", ".join(f"{k}={v!r}" for k, v in config.items())
@@ -127,28 +135,28 @@ class Vllm:
     def start_profile(self, connection: Connection, _request: Request) -> None:
         """Begin profiling: the stub only notes it."""
         if not self.profile.profiler:
-            raise BadRequest("Not Found", 404)
+            raise BadRequest("Not Found", 404, form="route")
         self.server.profiling = True
         respond(connection, 200)
 
     def stop_profile(self, connection: Connection, _request: Request) -> None:
         """End profiling."""
         if not self.profile.profiler:
-            raise BadRequest("Not Found", 404)
+            raise BadRequest("Not Found", 404, form="route")
         self.server.profiling = False
         respond(connection, 200)
 
     def reset_prefix_cache(self, connection: Connection, request: Request) -> None:
         """Empty the prefix cache; `false` while requests hold blocks. Only in dev mode."""
         if not self.profile.dev_mode:
-            raise BadRequest("Not Found", 404)
+            raise BadRequest("Not Found", 404, form="route")
         done = "reset-false" not in request.faults and self.server.engine.forget()
         respond(connection, 200, dumps({"success": done}))
 
     def tokenize(self, connection: Connection, request: Request) -> Generator[Wait, None, None]:
         """Token ids and their count, of a prompt or of messages."""
         if "tokenize-404" in request.faults:
-            raise BadRequest("Not Found", 404)
+            raise BadRequest("Not Found", 404, form="route")
         body = request.json()
         self._check_model(body)
         if "messages" in body:
@@ -192,9 +200,10 @@ class Vllm:
         if top > self.profile.max_logprobs:
             raise BadRequest(
                 f"Requested sample logprobs of {top}, which is greater than max allowed: "
-                f"{self.profile.max_logprobs}"
+                f"{self.profile.max_logprobs}",
+                param="logprobs",
             )
-        limit = integer(body, "max_tokens", 16, low=0) or 1
+        limit = integer(body, "max_tokens", 16, low=1)
         ask = self._ask(body, tokens, limit, natural=False, top=top)
         writer = Writer(self, body, ask, top, request.faults, chat=False)
         yield from self._answer(connection, request, body, writer)
@@ -210,7 +219,8 @@ class Vllm:
         if top > self.profile.max_logprobs:
             raise BadRequest(
                 f"Requested sample logprobs of {top}, which is greater than max allowed: "
-                f"{self.profile.max_logprobs}"
+                f"{self.profile.max_logprobs}",
+                param="logprobs",
             )
         room = max(1, self.profile.max_model_len - len(tokens))
         asked = body.get("max_completion_tokens", body.get("max_tokens"))
@@ -223,13 +233,13 @@ class Vllm:
     def _check_model(self, body: dict[str, Any]) -> None:
         name = body.get("model", self.profile.model)
         if name != self.profile.model:
-            raise BadRequest(f"The model `{name}` does not exist.", 404)
+            raise BadRequest(f"The model `{name}` does not exist.", 404, "model")
 
     def _ask(
         self, body: dict[str, Any], tokens: list[int], limit: int, *, natural: bool, top: int
     ) -> Ask:
         if not tokens:
-            raise BadRequest("the prompt has no tokens")
+            raise BadRequest("the prompt has no tokens", param="prompt")
         if integer(body, "n", 1, low=1) != 1:
             raise BadRequest("n must be 1")
         if body.get("stream") and body.get("prompt_logprobs") is not None:
@@ -237,15 +247,14 @@ class Vllm:
         if len(tokens) + (1 if natural else limit) > self.profile.max_model_len:
             raise BadRequest(
                 f"This model's maximum context length is {self.profile.max_model_len} tokens; "
-                f"the prompt has {len(tokens)} and {limit} were asked for."
+                f"the prompt has {len(tokens)} and {limit} were asked for.",
+                param="max_tokens",
             )
         if body.get("stop") or body.get("stop_token_ids"):
             raise BadRequest("the stub knows no stop strings and no stop tokens")
         if body.get("echo") or body.get("prompt_logprobs") is not None:
             raise BadRequest("the stub knows neither echo nor prompt_logprobs")
-        seed = body.get("seed")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise BadRequest("seed must be a whole number")
+        seed = None if body.get("seed") is None else integer(body, "seed", 0, low=-(2**63))
         return Ask(
             prompt=tokens,
             max_tokens=limit,
@@ -321,24 +330,35 @@ class Writer:
 
     # ---- streamed --------------------------------------------------------------------------
 
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {
+    def _chunk(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        chunk: dict[str, Any] = {
             "id": self.id,
-            "object": kind,
+            "object": "chat.completion.chunk" if self.chat else "text_completion",
             "created": self.created,
             "model": self.api.profile.model,
             "choices": choices,
-            **more,
         }
+        if usage is not None:
+            chunk["usage"] = usage
+        return {**chunk, **more}
 
-    def _usage(self, count: int) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt = len(self.ask.prompt)
         return {
             "prompt_tokens": prompt,
-            "total_tokens": prompt + count,
-            "completion_tokens": count,
+            "total_tokens": prompt + self.count,
+            "completion_tokens": self.count,
         }
+
+    def _running_usage(self) -> dict[str, Any] | None:
+        if not self.continuous:
+            return None
+        usage = self._usage()
+        if self.chat:
+            usage["completion_tokens_details"] = None
+        return usage
 
     def events(self, step: Step) -> list[Event]:
         """Return the events of one engine step."""
@@ -357,11 +377,11 @@ class Writer:
             "finish_reason": None,
         }
         prompt = list(self.ask.prompt) if self.token_ids else None
-        chunk = self._chunk([choice], prompt_token_ids=prompt, prompt_text=None)
         self.first_chunk = False
-        if self.continuous:
-            chunk["usage"] = self._usage(0)
-        return Event("role", chunk)
+        usage = self._running_usage()
+        return Event(
+            "role", self._chunk([choice], usage, prompt_token_ids=prompt, prompt_text=None)
+        )
 
     def _tokens(self, step: Step) -> Event:
         self.choices.extend(step.choices)
@@ -380,7 +400,7 @@ class Writer:
             if finished:
                 choice["stop_reason"] = self.job.stop_reason
             choice["token_ids"] = ids
-            if finished:
+            if finished and self.api.since_033:
                 choice["weight_versions"] = None
         else:
             text = decode([c.token for c in step.choices])
@@ -395,12 +415,13 @@ class Writer:
                     list(self.ask.prompt) if self.token_ids and self.first_chunk else None
                 ),
                 "token_ids": ids,
-                "weight_versions": None,
             }
+            if self.api.since_033:
+                choice["weight_versions"] = None
             self.first_chunk = False
-        chunk = self._chunk([choice], kv_transfer_params=None)
-        if self.continuous:
-            chunk["usage"] = self._usage(self.count)
+        chunk = self._chunk([choice], self._running_usage())
+        if self.api.since_033:
+            chunk["kv_transfer_params"] = None
         if finished and not self.include_usage:
             chunk["system_fingerprint"] = self.api.fingerprint
         return Event("finish" if finished else "token", chunk, len(step.choices))
@@ -428,7 +449,7 @@ class Writer:
         """Return what follows the finish event: usage when asked for, and the end mark."""
         out = []
         if self.include_usage:
-            chunk = self._chunk([], usage=self._final_usage())
+            chunk = self._chunk([], self._final_usage())
             chunk["system_fingerprint"] = self.api.fingerprint
             figures = self._figures()
             if figures:
@@ -438,11 +459,25 @@ class Writer:
         return out
 
     def _final_usage(self) -> dict[str, Any]:
-        usage: dict[str, Any] = dict(self._usage(self.count))
+        usage = self._usage()
         if self.api.profile.prompt_tokens_details:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.job.cached}
+            details = {"cached_tokens": self.job.cached}
+            if self.chat and not self.api.since_033:
+                details["created_cache_tokens"] = 0
+            usage["prompt_tokens_details"] = details
         if self.reasoning_count:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_count}
+        return usage
+
+    def _whole_usage(self) -> dict[str, Any]:
+        """Return usage as a whole answer has it: with its nulls."""
+        usage = self._final_usage()
+        details = usage.get("prompt_tokens_details")
+        if details is not None:
+            details.setdefault("created_cache_tokens", None)
+            details["multimodal_tokens"] = None
+        usage.setdefault("prompt_tokens_details", None)
+        usage.setdefault("completion_tokens_details", None)
         return usage
 
     def _figures(self) -> dict[str, Any]:
@@ -489,8 +524,6 @@ class Writer:
         prompt = list(self.ask.prompt) if self.token_ids else None
         self.offset = 0
         logprobs = self._logprobs(self.choices) if self.top >= 0 else None
-        usage = self._final_usage()
-        usage.setdefault("prompt_tokens_details", None)
         if self.chat:
             message: dict[str, Any] = {
                 "role": "assistant",
@@ -499,7 +532,6 @@ class Writer:
                 "annotations": None,
                 "audio": None,
                 "function_call": None,
-                "tool_calls": [],
                 "reasoning": "".join(self.reasoning) or None,
             }
             choice = {
@@ -509,6 +541,7 @@ class Writer:
                 "finish_reason": job.finish,
                 "stop_reason": job.stop_reason,
                 "token_ids": ids,
+                "routed_experts": None,
             }
         else:
             choice = {
@@ -520,6 +553,7 @@ class Writer:
                 "token_ids": ids,
                 "prompt_logprobs": None,
                 "prompt_token_ids": prompt,
+                "routed_experts": None,
             }
         body: dict[str, Any] = {
             "id": self.id,
@@ -529,15 +563,15 @@ class Writer:
             "choices": [choice],
             "service_tier": None,
             "system_fingerprint": self.api.fingerprint,
-            "usage": usage,
+            "usage": self._whole_usage(),
         }
         if self.chat:
             body["prompt_logprobs"] = None
             body["prompt_token_ids"] = prompt
+            body["prompt_text"] = None
         body["kv_transfer_params"] = None
-        figures = self._figures()
-        if figures:
-            body["metrics"] = figures
+        body["ec_transfer_params"] = None
+        body["metrics"] = self._figures() or None
         return body
 
     # ---- logprobs --------------------------------------------------------------------------
@@ -580,3 +614,9 @@ class Writer:
         entry = one(choice.token, choice.logprob)
         entry["top_logprobs"] = [one(*pair) for pair in self._ranked(choice)[: self.top]]
         return entry
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version; of one that has none, the newest known."""
+    numbers = [int(part) for part in text.split(".")[:2] if part.isdecimal()]
+    return tuple(numbers) if len(numbers) == 2 else (0, 33)

@@ -28,6 +28,7 @@ _LATENCY = (
 )
 _ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _FEW = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 
 def _one_two_five(limit: int) -> tuple[int, ...]:
@@ -52,6 +53,8 @@ _COUNTERS = (
     ("vllm:prompt_tokens_cached", "Prompt tokens that were cached."),
     ("vllm:prompt_tokens_cached_by_source", "Cached prompt tokens by where they came from."),
     ("vllm:generation_tokens", "Generated tokens."),
+    ("vllm:request_success", "Finished requests by reason."),
+    ("vllm:admission_rejections", "Requests refused at the door."),
 )
 _SPEC = (
     ("vllm:spec_decode_num_drafts", "Number of spec decoding drafts."),
@@ -59,7 +62,26 @@ _SPEC = (
     ("vllm:spec_decode_num_accepted_tokens", "Number of accepted draft tokens."),
     ("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position."),
 )
-_SECONDS: tuple[tuple[str, str, Sequence[float]], ...] = (
+_ESTIMATES = (
+    ("vllm:estimated_flops_per_gpu", "Estimated floating point operations."),
+    ("vllm:estimated_read_bytes_per_gpu", "Estimated bytes read."),
+    ("vllm:estimated_write_bytes_per_gpu", "Estimated bytes written."),
+)
+_GAUGES = (
+    ("vllm:num_requests_running", "Requests in the running batch."),
+    ("vllm:num_requests_waiting", "Requests that wait."),
+    ("vllm:num_requests_waiting_by_reason", "Requests that wait, by reason."),
+    ("vllm:engine_sleep_state", "Sleep state of the engine."),
+    ("vllm:kv_cache_usage_perc", "KV-cache usage; 1 is full."),
+)
+# No edges: 1, 2, 5, 10 … up to max_model_len.
+_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
+    ("vllm:request_prompt_tokens", "Prompt tokens of a request.", ()),
+    ("vllm:request_generation_tokens", "Generated tokens of a request.", ()),
+    ("vllm:iteration_tokens_total", "Tokens of an engine step.", _ITERATION),
+    ("vllm:request_max_num_generation_tokens", "Most tokens a request could make.", ()),
+    ("vllm:request_params_n", "The n parameter.", _FEW),
+    ("vllm:request_params_max_tokens", "The max_tokens parameter.", ()),
     ("vllm:time_to_first_token_seconds", "Time from arrival to the first token.", _TTFT),
     ("vllm:inter_token_latency_seconds", "Time between engine outputs of a request.", _ITL),
     ("vllm:request_time_per_output_token_seconds", "Mean time per output token.", _ITL),
@@ -68,9 +90,12 @@ _SECONDS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("vllm:request_inference_time_seconds", "Time in the state RUNNING.", _LATENCY),
     ("vllm:request_prefill_time_seconds", "Time in the PREFILL phase.", _LATENCY),
     ("vllm:request_decode_time_seconds", "Time in the DECODE phase.", _LATENCY),
+    ("vllm:request_num_preemptions", "Preemptions of a request.", _PREEMPTIONS),
+    ("vllm:request_prefill_kv_computed_tokens", "KV tokens computed for a prompt.", ()),
 )
 _PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
-_CACHED_SOURCES = ("local_cache_hit", "external_kv_transfer")
+_CACHED_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
+_REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
 
 def _one() -> float:
@@ -105,32 +130,19 @@ class VllmLedger:
     def reset(self) -> None:
         """Begin again at zero with new `_created` stamps: what a restart of the engine does."""
         registry = Registry()
-        self._gauges(registry)
+        # The order is the real server's.
+        for name, text in (*(_SPEC if self.profile.draft_tokens else ()), *_ESTIMATES):
+            registry.add(Counter(name, text))
+        for name, text in _GAUGES:
+            registry.add(Gauge(name, text))
         for name, text in _COUNTERS:
             registry.add(Counter(name, text))
-        registry.add(Counter("vllm:request_success", "Finished requests by reason."))
-        registry.add(Counter("vllm:admission_rejections", "Requests refused at the door."))
-        top = self.profile.max_model_len
-        lengths = _one_two_five(top)
-        registry.add(Histogram("vllm:request_prompt_tokens", "Prompt tokens.", lengths))
-        registry.add(Histogram("vllm:request_generation_tokens", "Generated tokens.", lengths))
-        registry.add(Histogram("vllm:iteration_tokens_total", "Tokens per step.", _ITERATION))
-        registry.add(
-            Histogram("vllm:request_max_num_generation_tokens", "Most tokens asked for.", lengths)
-        )
-        registry.add(Histogram("vllm:request_params_n", "The n parameter.", _FEW))
-        registry.add(
-            Histogram("vllm:request_params_max_tokens", "The max_tokens parameter.", lengths)
-        )
-        registry.add(Histogram("vllm:request_num_preemptions", "Preemptions of a request.", _FEW))
-        registry.add(
-            Histogram("vllm:request_prefill_kv_computed_tokens", "Computed KV tokens.", lengths)
-        )
-        for name, text, edges in _SECONDS:
-            registry.add(Histogram(name, text, edges))
-        if self.profile.draft_tokens:
-            for name, text in _SPEC:
-                registry.add(Counter(name, text))
+        lengths = _one_two_five(self.profile.max_model_len)
+        for name, text, edges in _HISTOGRAMS:
+            registry.add(Histogram(name, text, edges or lengths))
+        registry.add(Gauge("vllm:cache_config_info", "Configuration of the cache."))
+        for index in range(self.engines):
+            self._bind(registry, index)
         self.registry = registry
         for index in range(self.engines):
             self._begin(index)
@@ -145,19 +157,6 @@ class VllmLedger:
             self.engines = 2
             self._bind(self.registry, 1)
             self._begin(1)
-
-    def _gauges(self, registry: Registry) -> None:
-        for name, text in (
-            ("vllm:num_requests_running", "Requests in the running batch."),
-            ("vllm:num_requests_waiting", "Requests that wait."),
-            ("vllm:num_requests_waiting_by_reason", "Requests that wait, by reason."),
-            ("vllm:engine_sleep_state", "Sleep state of the engine."),
-            ("vllm:kv_cache_usage_perc", "KV-cache usage; 1 is full."),
-            ("vllm:cache_config_info", "Configuration of the cache."),
-        ):
-            registry.add(Gauge(name, text))
-        for index in range(self.engines):
-            self._bind(registry, index)
 
     def _bind(self, registry: Registry, index: int) -> None:
         def bind(name: str, read: Callable[[], float], **more: str) -> None:
@@ -176,14 +175,16 @@ class VllmLedger:
             read = _one if state == "awake" else _zero
             bind("vllm:engine_sleep_state", read, sleep_state=state)
         bind("vllm:kv_cache_usage_perc", lambda: self.engine.kv_usage if self.engine else 0)
-        bind(
-            "vllm:cache_config_info",
-            _one,
-            block_size=str(self.profile.block_size),
-            cache_dtype="auto",
-            enable_prefix_caching="True",
-            num_gpu_blocks=str(self.profile.kv_tokens // self.profile.block_size),
-        )
+        config = registry.families["vllm:cache_config_info"]
+        assert isinstance(config, Gauge)
+        facts = {
+            "block_size": str(self.profile.block_size),
+            "cache_dtype": "auto",
+            "enable_prefix_caching": "True",
+            "engine": str(index),
+            "num_gpu_blocks": str(self.profile.kv_tokens // self.profile.block_size),
+        }
+        config.bind(facts, _one)
 
     def _running(self, index: int) -> float:
         if self.engine is None:
@@ -194,9 +195,12 @@ class VllmLedger:
         """Make the series that exist from the start with 0."""
         families, labels = self.registry.families, self.labels(index)
         for name, family in families.items():
-            if isinstance(family, Gauge) or name == "vllm:admission_rejections":
+            if isinstance(family, Gauge):
                 continue
-            if name == "vllm:request_success":
+            if name == "vllm:admission_rejections":
+                for reason in _REJECTIONS:
+                    family.at({"model_name": self.profile.model, "reason": reason})
+            elif name == "vllm:request_success":
                 for reason in FINISH_REASONS:
                     family.at({**labels, "finished_reason": reason})
             elif name == "vllm:prompt_tokens_by_source":
@@ -252,9 +256,7 @@ class VllmLedger:
             self.inc("vllm:prompt_tokens_by_source", fresh, index, source="local_compute")
             self.inc("vllm:prompt_tokens_by_source", job.cached, index, source="local_cache_hit")
             self.inc("vllm:prompt_tokens_cached", job.cached, index)
-            self.inc(
-                "vllm:prompt_tokens_cached_by_source", job.cached, index, source="local_cache_hit"
-            )
+            self.inc("vllm:prompt_tokens_cached_by_source", job.cached, index, source="device")
             self.observe(
                 "vllm:time_to_first_token_seconds", max(0.0, wall - job.arrival_wall), index
             )

@@ -79,7 +79,7 @@ def sse(raw: bytes) -> list[dict[str, str]]:
 def connect(url: str) -> socket.socket:
     parts = urlsplit(url)
     assert parts.hostname is not None
-    return socket.create_connection((parts.hostname, parts.port or 80), timeout=20)
+    return socket.create_connection((parts.hostname, parts.port or 80), timeout=90)
 
 
 def request_bytes(

@@ -284,36 +284,58 @@ def test_prompt_as_token_ids_is_the_prompt_as_text(plain: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "kind"),
+    ("path", "body", "status", "kind", "param"),
     [
-        ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "BadRequestError"),
-        ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "NotFoundError"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 10**7}, 400, "BadRequestError"),
-        ("/v1/completions", {"prompt": "a", "stop": ["x"]}, 400, "BadRequestError"),
+        ("completions", {"prompt": "a", "logprobs": 21}, 400, "BadRequestError", "logprobs"),
+        ("completions", {"prompt": "a", "model": "other"}, 404, "NotFoundError", "model"),
+        ("completions", {"prompt": "a", "max_tokens": 10**7}, 400, "BadRequestError", "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "BadRequestError", "max_tokens"),
+        ("completions", {"prompt": "a", "stop": ["x"]}, 400, "BadRequestError", None),
+        ("completions", {"prompt": "a", "echo": True}, 400, "BadRequestError", None),
+        ("completions", {"prompt": "a", "n": 2}, 400, "BadRequestError", None),
+        ("completions", {"prompt": ""}, 400, "BadRequestError", "prompt"),
+        ("completions", {"prompt": [10**9]}, 400, "BadRequestError", None),
+        ("completions", {"prompt": "a", "temperature": -1}, 400, "BadRequestError", "temperature"),
         (
-            "/v1/completions",
-            {"prompt": "a", "prompt_logprobs": 1, "stream": True},
+            "completions",
+            {"prompt": "a", "temperature": "x"},
             400,
-            "BadRequestError",
+            "Bad Request",
+            "body.temperature",
         ),
-        ("/v1/completions", {"prompt": "a", "echo": True}, 400, "BadRequestError"),
-        ("/v1/completions", {"prompt": "a", "n": 2}, 400, "BadRequestError"),
-        ("/v1/completions", {"prompt": [10**9]}, 400, "BadRequestError"),
-        ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "BadRequestError"),
-        ("/v1/chat/completions", {"messages": []}, 400, "BadRequestError"),
-        ("/v1/chat/completions", [1], 400, "BadRequestError"),
-        ("/nowhere", {}, 404, "NotFoundError"),
-        ("/version", {}, 405, "BadRequestError"),
+        ("completions", {"prompt": "a", "seed": 1.5}, 400, "Bad Request", "body.seed"),
+        ("chat/completions", {"messages": []}, 400, "BadRequestError", None),
+        ("chat/completions", [1], 400, "Bad Request", "body"),
     ],
 )
 def test_errors_before_a_stream_are_objects_with_a_number(
-    plain: Serving, path: str, body: Any, status: int, kind: str
+    plain: Serving, path: str, body: Any, status: int, kind: str, param: str | None
 ) -> None:
-    reply = post(plain.url, path, body)
+    reply = post(plain.url, f"/v1/{path}", body)
     error = reply.json()["error"]
     assert reply.status == status
     assert list(error) == ["message", "type", "param", "code"]
-    assert (error["type"], error["param"], error["code"]) == (kind, None, status)
+    assert (error["type"], error["param"], error["code"]) == (kind, param, status)
+
+
+def test_unknown_routes_are_the_web_frameworks(plain: Serving) -> None:
+    missing = get(plain.url, "/nowhere")
+    assert (missing.status, missing.json()) == (404, {"detail": "Not Found"})
+    wrong = post(plain.url, "/version", {})
+    assert (wrong.status, wrong.json()) == (405, {"detail": "Method Not Allowed"})
+
+
+def test_an_older_version_has_its_own_fields() -> None:
+    with serve(version="0.32.0", round_ms=1, prefill_ms=1) as older:
+        *_, finish, usage = chat(older.url).chunk_objects
+        text = complete(older.url).chunk_objects[0]
+    assert "weight_versions" not in finish["choices"][0]
+    assert "kv_transfer_params" not in finish
+    assert "weight_versions" not in text["choices"][0]
+    assert usage["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 0,
+        "created_cache_tokens": 0,
+    }
 
 
 def test_switched_off_endpoints_are_not_there() -> None:
