@@ -42,6 +42,7 @@ class Ask(NamedTuple):
     stop_at_reason: str = "length"
     step_tokens: tuple[int, ...] = ()
     endless: bool = False
+    count_cut: bool = False
 
 
 class Step(NamedTuple):
@@ -217,7 +218,8 @@ class Engine:
             count += 1
             if finish is None:
                 finish = self._limit(job, count)
-        made = 0 if first else len(choices) - 1
+        # What the limit cuts off was accepted all the same; only a fault counts it.
+        made = 0 if first else accepted if ask.count_cut else len(choices) - 1
         return Step(tuple(choices), first, max(drafted, made), made, finish)
 
     def _accepts(self, job: Job, position: int) -> bool:

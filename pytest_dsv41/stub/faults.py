@@ -104,6 +104,7 @@ FAULTS: Mapping[str, Fault] = {
     "metrics-alternate": Fault("", "", "every second scrape comes from another process"),
     "metrics-garbage": Fault("", "", "the exposition cannot be parsed"),
     "metrics-lag": Fault("ms", "100", "this request's counters move so much later"),
+    "count-cut-drafts": Fault("", "", "accepted drafts that max_tokens cuts off count as accepted"),
     "foreign": Fault("tokens", "4", "another request starts and ends inside this one"),
     "foreign-running": Fault("ms", "500", "another request runs until so long after this one"),
     # other endpoints, clocks

@@ -236,6 +236,8 @@ def _faulted(ask: Ask, faults: Faults) -> Ask:
         ask = ask._replace(stop_at=faults.count("finish-early"), stop_at_reason=reason)
     if "endless" in faults:
         ask = ask._replace(endless=True)
+    if "count-cut-drafts" in faults:
+        ask = ask._replace(count_cut=True)
     sizes = faults.numbers("step-tokens")
     if sizes:
         ask = ask._replace(step_tokens=tuple(max(1, int(size)) for size in sizes))

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Vllm"]
 
+_FIGURES = (
+    "time_to_first_token_ms",
+    "generation_time_ms",
+    "queue_time_ms",
+    "mean_itl_ms",
+    "tokens_per_second",
+    "speculative_decoding",
+)
 _ERROR_TYPES = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
 
 
@@ -500,8 +508,8 @@ class Writer:
                 histogram[accepted] += 1
             rounds = max(1, job.rounds)
             spec: dict[str, Any] = {
-                "mean_acceptance_length": round(1 + job.accepted / rounds, 3),
-                "draft_acceptance_rate": round(job.accepted / max(1, job.drafted), 4),
+                "mean_acceptance_length": 1 + job.accepted / rounds,
+                "draft_acceptance_rate": job.accepted / max(1, job.drafted),
                 "acceptance_histogram": histogram,
                 "num_spec_steps": job.rounds,
                 "num_accepted_draft_tokens": job.accepted,
@@ -513,6 +521,17 @@ class Writer:
                 spec["per_step_drafted"] = [drafted for drafted, _ in job.steps]
             figures["speculative_decoding"] = spec
         return figures
+
+    def _whole_figures(self) -> dict[str, Any] | None:
+        """Return the `metrics` object as a whole answer has it: with its nulls."""
+        figures = self._figures()
+        if not figures:
+            return None
+        spec = figures.get("speculative_decoding")
+        if spec is not None:
+            spec.setdefault("per_step_accepted", None)
+            spec.setdefault("per_step_drafted", None)
+        return {name: figures.get(name) for name in _FIGURES}
 
     # ---- whole -----------------------------------------------------------------------------
 
@@ -571,7 +590,7 @@ class Writer:
             body["prompt_text"] = None
         body["kv_transfer_params"] = None
         body["ec_transfer_params"] = None
-        body["metrics"] = self._figures() or None
+        body["metrics"] = self._whole_figures()
         return body
 
     # ---- logprobs --------------------------------------------------------------------------

@@ -563,6 +563,17 @@ def test_counters_lag(fresh: Serving) -> None:
     assert total_when(fresh, "vllm:generation_tokens_total", 12) == 12
 
 
+def test_cut_drafts_may_be_counted(fresh: Serving) -> None:
+    fault = "acceptance=1,draft-tokens=3"
+    complete(fresh.url, fault, max_tokens=7)  # 1, 4 and 2 of 4 tokens
+    name = "vllm:spec_decode_num_accepted_tokens_total"
+    assert total(samples(fresh.url), name) == 3 + 1
+    complete(fresh.url, fault + ",count-cut-drafts", max_tokens=7)
+    scrape = samples(fresh.url)
+    assert total(scrape, name) == 4 + 3 + 3
+    assert total(scrape, "vllm:generation_tokens_total") == 14
+
+
 def test_foreign_requests(fresh: Serving) -> None:
     complete(fresh.url, "foreign=4,stall=60:1")
     scrape = samples(fresh.url)

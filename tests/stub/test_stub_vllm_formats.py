@@ -208,7 +208,15 @@ def test_spec_figures_of_a_request_agree_with_its_events(stub: Serving) -> None:
     assert spec["num_accepted_draft_tokens"] == accepted
     assert spec["num_draft_tokens"] == 3 * rounds
     assert spec["acceptance_histogram"] == [counts[1:].count(n + 1) for n in range(4)]
-    assert spec["mean_acceptance_length"] == round(1 + accepted / rounds, 3)
+    assert spec["mean_acceptance_length"] == pytest.approx(1 + accepted / rounds)
+    assert spec["draft_acceptance_rate"] == pytest.approx(accepted / (3 * rounds))
+
+
+def test_figures_of_a_whole_answer_hold_their_nulls(stub: Serving) -> None:
+    body = {"prompt": "a", "max_tokens": 9, "ignore_eos": True}
+    figures = post(stub.url, "/v1/completions", body).json()["metrics"]
+    assert list(figures) == list(USAGE["metrics"])
+    assert figures["speculative_decoding"]["per_step_accepted"] is None
 
 
 def test_detailed_spec_figures_list_every_step() -> None:
