@@ -12,6 +12,7 @@ SQLite runs with `synchronous=OFF`: a kill cannot harm it, a power failure can, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sqlite3
@@ -22,7 +23,7 @@ from typing import Any
 
 from pytest_dsv41.archive.chain import START, Position, Walk, walk
 from pytest_dsv41.archive.errors import ChainBroken
-from pytest_dsv41.archive.rows import parse_line, row_key
+from pytest_dsv41.archive.rows import DEFINITION, parse_line, row_key
 
 __all__ = ["Index", "Place", "StaleIndex", "drop_index", "index_path"]
 
@@ -99,6 +100,7 @@ class Place:
     length: int
 
 
+@functools.cache
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -119,10 +121,10 @@ class Index:
     def __init__(self, connection: sqlite3.Connection, *, in_memory: bool) -> None:
         self._db = connection
         self.in_memory = in_memory
-        self._windows: dict[str, int] = {}
-        self._starts: dict[str, int] = {}
-        self._series: dict[tuple[Any, ...], int] = {}
-        self._definitions: dict[tuple[Any, ...], int] = {}
+        self._windows: dict[tuple[Any, ...], int | None] = {}
+        self._starts: dict[tuple[Any, ...], int | None] = {}
+        self._series: dict[tuple[Any, ...], int | None] = {}
+        self._definitions: dict[tuple[Any, ...], int | None] = {}
 
     @classmethod
     def open(cls, path: Path) -> Index:
@@ -282,50 +284,63 @@ class Index:
     def add(self, rows: Iterable[tuple[int, int, int, Mapping[str, Any]]]) -> None:
         """Add rows as (seq, offset, length, fields)."""
         records = []
+        definitions: dict[tuple[Any, ...], tuple[int, int]] = {}
         for seq, offset, length, row in rows:
-            series = self._id("series", self._series, (row["cell"], row["metric"]))
-            definition = self._id(
-                "definition",
-                self._definitions,
-                (
-                    series,
-                    row["max_tokens"],
-                    row["clock_cap_mhz"],
-                    row["commit"],
-                    row["prompt_sha256"],
-                ),
-            )
+            names = tuple([row[field] for field in DEFINITION])
+            ids = definitions.get(names)
+            if ids is None:
+                series = self._id("series", self._series, names[:2])
+                number = self._id("definition", self._definitions, (series, *names[2:]))
+                ids = definitions[names] = (series, number)
             window = self._id("window", self._windows, (row["window"],))
             start = self._id("start", self._starts, (row["start"],))
-            records.append((seq, offset, length, series, definition, window, start, row["repeat"]))
+            records.append((seq, offset, length, *ids, window, start, row["repeat"]))
         self._db.executemany("INSERT INTO row VALUES (?, ?, ?, ?, ?, ?, ?, ?)", records)
 
-    def _id(self, table: str, cache: dict[Any, int], values: tuple[Any, ...]) -> int:
-        known = cache.get(values)
-        if known is not None:
-            return known
-        names = _NATURAL_KEYS[table]
-        where = " AND ".join(f"{name} = ?" for name in names)
-        found = self._db.execute(f"SELECT id FROM {table} WHERE {where}", values).fetchone()  # noqa: S608
-        if found is None:
+    def _known(
+        self, table: str, cache: dict[tuple[Any, ...], int | None], values: tuple[Any, ...]
+    ) -> int | None:
+        """Return the id of a name, None if it has none; asked once in a transaction."""
+        if values not in cache:
+            where = " AND ".join(f"{name} = ?" for name in _NATURAL_KEYS[table])
+            found = self._db.execute(
+                f"SELECT id FROM {table} WHERE {where}",  # noqa: S608 - our own names
+                values,
+            ).fetchone()
+            cache[values] = found[0] if found else None
+        return cache[values]
+
+    def _id(
+        self, table: str, cache: dict[tuple[Any, ...], int | None], values: tuple[Any, ...]
+    ) -> int:
+        """Return the id of a name, given now if it has none."""
+        known = self._known(table, cache, values)
+        if known is None:
+            names = _NATURAL_KEYS[table]
             marks = ", ".join("?" for _ in names)
-            number = self._db.execute(
+            known = self._db.execute(
                 f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})",  # noqa: S608
                 values,
             ).lastrowid
-        else:
-            number = found[0]
-        cache[values] = int(number or 0)
-        return cache[values]
+            cache[values] = known
+        if known is None:
+            raise sqlite3.DatabaseError(f"{table}: no id was given")
+        return known
 
     def find_key(self, key: tuple[Any, ...]) -> Place | None:
         """Return where the row of a key (window, cell, metric, start, repeat) stands."""
+        window, cell, metric, start, repeat = key
+        ids = (
+            self._known("window", self._windows, (window,)),
+            self._known("series", self._series, (cell, metric)),
+            self._known("start", self._starts, (start,)),
+        )
+        if None in ids:
+            return None
         found = self._db.execute(
-            "SELECT row.seq, row.offset, row.length FROM row"
-            " WHERE row.window = (SELECT id FROM window WHERE name = ?)"
-            " AND row.series = (SELECT id FROM series WHERE cell = ? AND metric = ?)"
-            " AND row.start = (SELECT id FROM start WHERE name = ?) AND row.repeat = ?",
-            key,
+            "SELECT seq, offset, length FROM row"
+            " WHERE window = ? AND series = ? AND start = ? AND repeat = ?",
+            (*ids, repeat),
         ).fetchone()
         return Place(*found) if found else None
 

@@ -148,8 +148,9 @@ def _batch(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str,
     batch: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, given in enumerate(rows):
         row = normalise(given, f"row {number}")
-        key = row_key(row)
-        _refuse_conflict(f"row {number}", row, batch.setdefault(key, row), "an earlier row")
+        earlier = batch.setdefault(row_key(row), row)
+        if earlier is not row:
+            _refuse_conflict(f"row {number}", row, earlier, "an earlier row")
     return batch
 
 
@@ -201,15 +202,17 @@ def _append(
         found = index.refresh(fd, archive.name)
         _settle(archive, fd, found, disk)
         end = found.position
-    _refuse_rollback(archive, end, checkpoints, lambda head: _sha_of(fd, index, head.rows))
-    fresh = []
-    for key, row in batch.items():
-        place = index.find_key(key)
-        if place is None:
-            fresh.append(row)
-        else:
-            there = line_fields(_line(fd, place))
-            _refuse_conflict(archive.name, row, there, f"line {place.seq}")
+    # One transaction for all look-ups: each on its own would lock the index's file again.
+    with index.transaction():
+        _refuse_rollback(archive, end, checkpoints, lambda head: _sha_of(fd, index, head.rows))
+        fresh = []
+        for key, row in batch.items():
+            place = index.find_key(key)
+            if place is None:
+                fresh.append(row)
+            else:
+                there = line_fields(_line(fd, place))
+                _refuse_conflict(archive.name, row, there, f"line {place.seq}")
     if not fresh:
         # Rows that a killed appender left may be in the page cache only: acknowledge after a sync.
         disk.sync(fd)
