@@ -210,8 +210,8 @@ def test_decode_time_is_the_truth_between_first_and_last_token(stub: Serving) ->
     assert sum(line["tokens"] for line in tokens) == 50
     truth_s = (tokens[-1]["before_ns"] - tokens[0]["before_ns"]) / 1e9
     counted = total(samples(stub.url), "vllm:request_decode_time_seconds_sum")
-    # both from CLOCK_MONOTONIC, a few Python lines apart
-    assert counted == pytest.approx(truth_s, abs=0.02)
+    # both from CLOCK_MONOTONIC, a few Python lines apart; a busy machine may stop between them
+    assert counted == pytest.approx(truth_s, abs=0.25)
 
 
 def test_an_aborted_stream_counts_as_abort_and_what_it_made(stub: Serving) -> None:
