@@ -538,7 +538,9 @@ class WindowPlugin:
             self.folder.rmdir()
             raise pytest.UsageError(reason) from None
         self.refused, self.code = reason, 13
-        self._report(_OPEN, "failed", f"REFUSED: {reason}")
+        if self.config.option.xmlpath:
+            # A JUnit file of the user's own names the reason; the terminal says it once, below.
+            self._report(_OPEN, "failed", f"REFUSED: {reason}")
         self.summary = refuse_window(self.folder, self.plan, self._record(), reason)
         self._views()
 

@@ -108,7 +108,9 @@ class WindowRun:
     # -- asked from outside ---------------------------------------------------------------------
 
     def request_stop(self, reason: str) -> None:
-        """Ask the window to end; the first reason stays."""
+        """Ask the window to end; the first reason stays. A window that closes is over already."""
+        if self._closing:
+            return
         if self.stop_reason is None:
             self.stop_reason = reason
         self.stop_event.set()

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ..errors import UsageError
+from ..engines import Engine, get_engine
+from ..errors import SpecError, UsageError
 from ..hosts import CommandLog, Probe
 from ..measure import Endpoint
 
@@ -26,6 +27,7 @@ __all__ = [
     "Target",
     "TargetContext",
     "TargetFactory",
+    "known_engine",
     "load_factory",
     "name_factory",
 ]
@@ -159,8 +161,20 @@ class Target(Protocol):
         """Processes of this window that still live; empty after a clean end."""
 
 
+def known_engine(name: str) -> Engine:
+    """Return the engine of `target.engine`.
+
+    Raises:
+        SpecError: no engine has that name.
+    """
+    try:
+        return get_engine(name)
+    except UsageError as error:
+        raise SpecError(f"target.engine: {error}") from None
+
+
 TargetFactory = Callable[[Mapping[str, Any], TargetContext], Target]
-"""Builds a target from its table. Raises SpecError for a wrong table, before anything is touched."""
+"""Builds a target from its table. Raises SpecError for a wrong one, before anything is touched."""
 
 
 def name_factory(factory: TargetFactory) -> str:

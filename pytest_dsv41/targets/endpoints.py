@@ -11,11 +11,10 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..durable import dump_json
-from ..engines import get_engine
 from ..errors import SpecError, StartFailed
 from ..hosts import Probe
 from ..measure import Endpoint
-from .base import Arm, ClockCap, ProbeResult, Started, TargetContext
+from .base import Arm, ClockCap, ProbeResult, Started, TargetContext, known_engine
 
 __all__ = ["EndpointsTarget", "endpoints_target"]
 
@@ -51,7 +50,7 @@ class EndpointsTarget:
     def __init__(self, table: _Table, context: TargetContext) -> None:
         self._table = table
         self._context = context
-        self._engine = get_engine(table.engine)
+        self._engine = known_engine(table.engine)
         self._urls: dict[str, str] = {}
 
     def prepare(self) -> dict[str, Any]:

@@ -16,13 +16,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..durable import dump_json
-from ..engines import get_engine
 from ..errors import CommandFailed, RefusedByWorld, SpecError, StartFailed
 from ..hosts import LocalHost, Probe, Process
 from ..hosts.local import boottime
 from ..measure import Endpoint
 from ..text import one_line
-from .base import Arm, ClockCap, ProbeResult, Started, TargetContext
+from .base import Arm, ClockCap, ProbeResult, Started, TargetContext, known_engine
 
 __all__ = ["LocalTarget", "local_target"]
 
@@ -79,7 +78,7 @@ class LocalTarget:
         self._table = table
         self._context = context
         self._host = LocalHost(context.log, context.pause)
-        self._engine = get_engine(table.engine)
+        self._engine = known_engine(table.engine)
         self.ephemeral = table.production.serve == "window"
         if not (table.production.command or table.command):
             raise SpecError("target.production.command: missing, and target.command is too")

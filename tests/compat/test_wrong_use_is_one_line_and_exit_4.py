@@ -152,7 +152,9 @@ def test_without_a_window_the_plugin_is_inert(tmp_path: Path) -> None:
         "    heavy = {'numpy', 'scipy', 'paramiko', 'httpx', 'pydantic', 'rich'} & set(sys.modules)\n"
         "    print('HEAVY', sorted(heavy))\n"
     )
-    code, output = run(tmp_path, "--co", "-q", "-p", "no:hypothesispytest")
+    # Other installed plugins load what they like: only this one is looked at.
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    code, output = run(tmp_path, "--co", "-q", "-p", "pytest_dsv41.plugin", env=alone)
     assert code == 5
     assert "HEAVY []" in output
     assert "window" not in output

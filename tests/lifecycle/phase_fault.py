@@ -2,7 +2,7 @@
 
 FAULT_AT is `<step>:<event>` of the journal (`start:K1:begin`), or `cell:<item id>` for the moment
 before the item's call. FAULT_DO is a signal's name, sent to this process; a name twice, with a
-comma, sends it again 0.2 s later; or `raise`, `exit`, `halt`.
+comma, sends it again 0.2 s later; or `raise`, `exit`, `halt`, `keeper` (kills the keeper).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 AT = os.environ.get("FAULT_AT", "")
@@ -27,6 +28,11 @@ def _act() -> None:
         raise RuntimeError("raised by the test")
     if DO == "exit":
         pytest.exit("left by the test", returncode=7)
+    if DO == "keeper":
+        for child in psutil.Process().children():
+            if "keeper" in child.cmdline():
+                child.kill()
+        return
     if DO == "halt":
         os.kill(os.getpid(), signal.SIGSTOP)
         return
