@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .measure import METRICS, Cell, Endpoint, GroupResult, Request, measure_group
+from .measure import (
+    METRICS,
+    Cell,
+    Endpoint,
+    GroupResult,
+    Request,
+    measure_group,
+    prompt_identity,
+)
+from .measure.record import write_record
 
 if TYPE_CHECKING:
     from .glue import WindowPlugin
@@ -41,6 +51,8 @@ class Measure:
     def __call__(self, requests: Sequence[Request] | None = None) -> GroupResult:
         """Send the cell's requests (or these) as one group, record every metric, return all.
 
+        Called again in one item, the last group's values and raw record count.
+
         Raises:
             MeasurementFailed: a request did not deliver.
             MeasurementRefused: the values cannot be trusted (foreign traffic, reset counters).
@@ -53,7 +65,16 @@ class Measure:
             sent,
             deadline_s=self._plugin.spec.limits.item_s,
             stop=run.stop_event,
+            keep_bytes=self.cell.record == "bytes",
         )
+        if self.cell.record != "none":
+            write_record(
+                run.folder / "raw" / f"{self._planned.id}.jsonl",
+                run.endpoint,
+                result,
+                record=self.cell.record,
+                caches=tuple(request.sampling.cache for request in sent),
+            )
         for metric, value in result.values.items():
             self.recorded.values[metric] = dataclasses.asdict(value)
         self.recorded.prompt_sha256 = result.prompt_sha256
@@ -77,10 +98,22 @@ class Measure:
         return self.cell.requests(seed=seed, salt=f"{plan.window_id}-{mine.id}")
 
     def value(self, metric: str, value: float, *, source: str = "cell") -> None:
-        """Record one more value of this item under a registered metric's name."""
+        """Record one more value of this item under a registered metric's name.
+
+        Until this fixture has sent requests, the value stands on the cell's own prompts.
+
+        Raises:
+            ValueError: no such metric, or no finite number.
+        """
         if metric not in METRICS:
             raise ValueError(f"unknown metric {metric!r}; valid: {', '.join(METRICS)}")
+        if not math.isfinite(value):
+            raise ValueError(f"{metric}: {value!r} is not a finite number")
         known = METRICS[metric]
+        if self.recorded.prompt_sha256 is None:
+            members = tuple(request.prompt_sha256 for request in self.requests())
+            self.recorded.prompt_sha256 = prompt_identity(members)
+            self.recorded.prompt_members = members
         self.recorded.values[metric] = {
             "value": float(value),
             "unit": known.unit,

@@ -12,6 +12,7 @@ __all__ = ["option"]
 def option(config: pytest.Config, name: str) -> Any:
     """The value of `--name` (with underscores), or else of the ini key of that name."""
     given = config.getoption(name, None)
-    if given not in (None, False, []):
+    # Not `in (None, False, [])`: 0 equals False, and is a seed.
+    if given is not None and given is not False and given != []:
         return given
     return config.getini(name)

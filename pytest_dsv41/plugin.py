@@ -23,7 +23,9 @@ MARKERS = (
     *(f"b{n}: a cell with {n} requests at a time" for n in (1, 2, 3, 4, 8, 16, 32, 64)),
 )
 
-_OPTIONS: tuple[tuple[str, dict[str, Any], str | None], ...] = (
+_PLANS = ("files", "live")
+
+_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "window",
         {"metavar": "FILE", "help": "run the window of this file, or of a shipped example's name"},
@@ -34,7 +36,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str | None], ...] = (
         {
             "nargs": "?",
             "const": "files",
-            "choices": ("files", "live"),
+            "choices": _PLANS,
             "help": "print the plan and run nothing; live: also probe, reading only, and say what "
             "would refuse",
         },
@@ -69,7 +71,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str | None], ...] = (
     (
         "window-list",
         {"action": "store_true", "help": "list the shipped example windows and end"},
-        None,
+        "bool",
     ),
     (
         "window-json",
@@ -85,10 +87,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, settings, ini in _OPTIONS:
         dest = name.replace("-", "_")
         group.addoption(f"--{name}", dest=dest, **settings)
-        if ini is not None:
-            kind: Any = ini
-            default = {"bool": False, "linelist": [], "string": None}[ini]
-            parser.addini(dest, f"as --{name}", type=kind, default=default)
+        kind: Any = ini
+        default = {"bool": False, "linelist": [], "string": None}[ini]
+        parser.addini(dest, f"as --{name}", type=kind, default=default)
     # A short name that another plugin may own: then only the long one exists.
     with contextlib.suppress(ValueError):
         group.addoption(
@@ -108,7 +109,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """Answer --window-list without a session."""
-    if not config.getoption("window_list"):
+    if not option(config, "window_list"):
         return None
     from .glue import list_windows
 
@@ -120,18 +121,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers; with a window, the plugin that runs it."""
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
-    if option(config, "window") and not config.getoption("window_list"):
+    plan = option(config, "window_plan")
+    if plan and plan not in _PLANS:
+        raise pytest.UsageError(f"window_plan: {plan!r}; valid: {', '.join(_PLANS)}")
+    if option(config, "window"):
         from .glue import register
 
         register(config)
-    elif option(config, "window_plan"):
+    elif plan:
         raise pytest.UsageError("--window-plan: of which window? add --window=FILE")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makeitem(
-    collector: pytest.Collector, name: str, obj: object
-) -> list[pytest.Item] | None:
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
     """Without a window a cell is no test: it would have no server to measure."""
     if inspect.isfunction(obj) and getattr(obj, "__dsv41_cells__", None) is not None:
         return None if option(collector.config, "window") else []
