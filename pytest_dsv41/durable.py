@@ -33,9 +33,7 @@ _MODE = 0o600
 
 def dump_json(value: Any) -> str:
     """Return the canonical JSON of `value`: sorted keys, no spaces, no NaN or infinity."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), allow_nan=False
-    )
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -105,9 +103,7 @@ def append_json_line(path: Path, value: Any) -> None:
     """Append one JSON line, synced. One writer a file; a torn tail is cut by the reader."""
     line = (dump_json(value) + "\n").encode()
     existed = path.exists()
-    fd = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE
-    )
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
     try:
         # A line torn by a kill must not swallow the next one.
         size = os.fstat(fd).st_size
@@ -165,7 +161,7 @@ class FileLock:
                 raise
             # Whoever waited may hold the lock of a file that is no longer there.
             try:
-                same = os.path.samestat(os.fstat(fd), os.stat(self.path))
+                same = os.path.samestat(os.fstat(fd), self.path.stat())
             except FileNotFoundError:
                 same = False
             if same and stat.S_ISREG(os.fstat(fd).st_mode):

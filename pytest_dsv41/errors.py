@@ -1,16 +1,16 @@
 """The exception tree, split by whose fault it is. Every message is one line a person can act on.
 
-    Dsv41Error
-    ├── UsageError            the user's input is wrong: exit 4, nothing was touched
-    │   └── SpecError         … in a file: names file, line, key and the valid values
-    ├── RefusedByWorld        the state of the world forbids it: exit 13, nothing was touched
-    ├── WindowStopped         a signal, a deadline or the user ended the window early: exit 12
-    ├── StartFailed           an arm did not come up: its cells are skipped with this as the cause
-    ├── MeasurementRefused    a value cannot be trusted (foreign traffic, reset counters, …)
-    ├── MeasurementFailed     a request failed; it is never averaged
-    ├── CommandFailed         a command ran and answered with another code than 0
-    ├── TransportError        a host or link did not answer: the outcome is UNKNOWN
-    └── RestoreFailed         production is not known to be up: exit 20
+Dsv41Error
+├── UsageError            the user's input is wrong: exit 4, nothing was touched
+│   └── SpecError         … in a file: names file, line, key and the valid values
+├── RefusedByWorld        the state of the world forbids it: exit 13, nothing was touched
+├── WindowStopped         a signal, a deadline or the user ended the window early: exit 12
+├── StartFailed           an arm did not come up: its cells are skipped with this as the cause
+├── MeasurementRefused    a value cannot be trusted (foreign traffic, reset counters, …)
+├── MeasurementFailed     a request failed; it is never averaged
+├── CommandFailed         a command ran and answered with another code than 0
+├── TransportError        a host or link did not answer: the outcome is UNKNOWN
+└── RestoreFailed         production is not known to be up: exit 20
 """
 
 from __future__ import annotations

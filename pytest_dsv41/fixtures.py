@@ -173,7 +173,7 @@ def measure(
 ) -> Measure:
     """Call it to send the cell's requests and record their values for this item."""
     plugin = _plugin(request)
-    return Measure(plugin, start, plugin.found[_dsv41_item[0]].cell)
+    return Measure(plugin, start, plugin.collector.found[_dsv41_item[0]].cell)
 
 
 @pytest.fixture

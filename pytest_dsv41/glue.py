@@ -14,31 +14,34 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Generator, Iterator, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from . import fixtures
+from .collecting import PLANNED, CellCollector
 from .errors import Dsv41Error, MeasurementFailed, MeasurementRefused, SpecError, StartFailed
 from .errors import UsageError as OurUsageError
 from .lifecycle.finish import refuse_window
 from .lifecycle.record import TargetRecord
 from .lifecycle.session import State, WindowRun
-from .measure import METRICS, Cell
+from .measure import METRICS
+from .neighbours import refuse_neighbours
 from .options import option
 from .report.progress import Progress
 from .signals import Signals, StopNow
 from .targets import TARGETS, TargetFactory, name_factory
 from .text import one_line
-from .window.plan import Plan, PlannedItem, describe_plan, make_plan, render_plan
+from .window.plan import Plan, PlannedItem, describe_plan, render_plan
 from .window.spec import WindowSpec, example_names, load_spec
 from .window.summary import Summary
 
 __all__ = ["WindowPlugin", "list_windows", "register"]
 
-PLANNED = pytest.StashKey[PlannedItem]()
 CAUSE = pytest.StashKey[BaseException]()
 _OPEN = "window::open"
 _RESTORE = "window::restore"
@@ -46,22 +49,11 @@ _RESTORE = "window::restore"
 
 def list_windows() -> int:
     """Print the shipped example windows, one a line with its hypothesis."""
+    examples = resources.files("pytest_dsv41.window") / "examples"
     for name in example_names():
-        print(f"{name:<14} {load_spec(name, environ=_AnyVariable()).hypothesis}")  # noqa: T201
+        table = tomllib.loads((examples / f"{name}.toml").read_text(encoding="utf-8"))
+        print(f"{name:<14} {table['window']['hypothesis']}")  # noqa: T201
     return 0
-
-
-class _AnyVariable(dict[str, str]):
-    """An environment in which every variable is set: a listing needs no server's path."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return os.environ.get(key, "unset")
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __getitem__(self, key: str) -> str:
-        return os.environ.get(key, "unset")
 
 
 def register(config: pytest.Config) -> None:
@@ -70,7 +62,7 @@ def register(config: pytest.Config) -> None:
     Raises:
         pytest.UsageError: a wrong spec or plugin combination; nothing was touched.
     """
-    _refuse_neighbours(config)
+    refuse_neighbours(config)
     hook = config.pluginmanager.hook
     targets: dict[str, TargetFactory] = dict(TARGETS)
     for found in hook.pytest_dsv41_targets():
@@ -96,6 +88,7 @@ def register(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     plugin = WindowPlugin(config, spec, targets)
     config.pluginmanager.register(fixtures, "dsv41-fixtures")
+    config.pluginmanager.register(plugin.collector, "dsv41-cells")
     config.pluginmanager.register(plugin, "dsv41-window")
     config.add_cleanup(plugin.ensure_closed)
 
@@ -119,64 +112,6 @@ def _seed(value: object) -> int | None:
         raise pytest.UsageError(f"window_seed: {value!r} is not a whole number") from None
 
 
-def _refuse_neighbours(config: pytest.Config) -> None:
-    """Plugins and options that would repeat, move or kill measured items: wrong use."""
-
-    def given(name: str, default: Any = None) -> Any:
-        value = config.getoption(name, None)
-        if value in (None, False, [], ""):
-            with contextlib.suppress(ValueError, KeyError):
-                value = config.getini(name)
-        return default if value in (None, False, [], "") else value
-
-    if (
-        given("numprocesses")
-        or config.getoption("dist", "no") != "no"
-        or given("tx")
-        or hasattr(config, "workerinput")
-    ):
-        raise pytest.UsageError("pytest-xdist: a window measures in one process; use -n0")
-    if given("timeout_method") == "thread" or os.environ.get("PYTEST_TIMEOUT_METHOD") == "thread":
-        raise pytest.UsageError(
-            "pytest-timeout: the thread method ends the process without any teardown; "
-            "use --timeout-method=signal"
-        )
-    if not config.pluginmanager.hasplugin("timeout"):
-        raise pytest.UsageError("pytest-timeout is off; a window needs it for its items' deadlines")
-    if given("faulthandler_exit_on_timeout"):
-        raise pytest.UsageError(
-            "faulthandler_exit_on_timeout ends the process without any teardown; turn it off"
-        )
-    for name, plugin in (
-        ("reruns", "pytest-rerunfailures"),
-        ("force_flaky", "flaky"),
-        ("forked", "pytest-forked"),
-        ("boxed", "pytest-xdist"),
-        ("looponfail", "pytest-xdist"),
-        ("flake_finder_enable", "pytest-flakefinder"),
-        ("setuponly", "pytest"),
-        ("setupplan", "pytest"),
-    ):
-        if given(name):
-            instead = "; use --window-plan" if name.startswith("setup") else ""
-            raise pytest.UsageError(
-                f"{plugin}: --{name} does not go with a window, whose items are measured once, "
-                f"in this process, in the planned order{instead}"
-            )
-    if str(config.getoption("count", 1)) != "1":
-        raise pytest.UsageError(
-            "pytest-repeat: --count does not go with a window; its file says repeats"
-        )
-
-
-@dataclasses.dataclass
-class _Found:
-    """A cell as it was collected."""
-
-    cell: Cell
-    where: str
-
-
 class WindowPlugin:
     """One window's session. Every path out of it goes through `ensure_closed`."""
 
@@ -187,8 +122,6 @@ class WindowPlugin:
         self.spec = spec
         self.factory = targets[spec.target.kind]
         self.mode = option(config, "window_plan")
-        self.found: dict[str, _Found] = {}
-        self.plan: Plan | None = None
         self.run: WindowRun | None = None
         self.folder: Path | None = None
         self.refused: str | None = None
@@ -207,8 +140,7 @@ class WindowPlugin:
         now = datetime.datetime.now(datetime.UTC)
         self.date = now.strftime("%Y%m%d")
         self.window_id = self._free_id(f"{spec.lane}-{spec.name}-W-{now:%Y%m%dT%H%M%SZ}")
-        self._narrow = list(config.getoption("file_or_dir", None) or [])
-        self._collect_window()
+        self.collector = CellCollector(config, spec, self.window_id)
         # Built once before anything is collected: a wrong target table is wrong use.
         try:
             name_factory(self.factory)
@@ -221,7 +153,12 @@ class WindowPlugin:
             config.option.verbose = -2
             config.option.no_header = True
 
-    # -- naming --------------------------------------------------------------------------------------
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, once everything is collected."""
+        return self.collector.plan
+
+    # -- naming ------------------------------------------------------------------------------------
 
     def _free_id(self, wanted: str) -> str:
         name, number = wanted, 1
@@ -251,159 +188,7 @@ class WindowPlugin:
             path=tuple(str(Path(entry).resolve()) for entry in sys.path if entry),
         )
 
-    # -- collection ------------------------------------------------------------------------------------
-
-    def _collect_window(self) -> None:
-        """Collect the window's cells and nothing else; a path or node id narrows later."""
-        here = Path(__file__).parent
-        shipped = here / "cells" if (here / "cells").is_dir() else here.parent / "cells"
-        paths = [*sorted(shipped.glob("test_*.py")), *self.spec.cell_modules]
-        self.config.args = [str(path) for path in paths]
-        self.config.args_source = pytest.Config.ArgsSource.ARGS
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_pycollect_makeitem(
-        self, collector: pytest.Collector, name: str, obj: object
-    ) -> list[pytest.Item] | None:
-        cells: tuple[Cell, ...] | None = getattr(obj, "__dsv41_cells__", None)
-        if not callable(obj) or isinstance(obj, type):
-            return None
-        if cells is None:
-            return []
-        wanted = {use.name for use in self.spec.cells}
-        for cell in cells:
-            where = f"{collector.nodeid}::{name}"
-            if cell.name in self.found and cell.name in wanted:
-                raise pytest.UsageError(
-                    f"cell {cell.name} is defined twice: {self.found[cell.name].where} and {where}"
-                )
-            self.found[cell.name] = _Found(self._with_sampling(cell), where)
-        return None if any(cell.name in wanted for cell in cells) else []
-
-    def _with_sampling(self, cell: Cell) -> Cell:
-        use = next((use for use in self.spec.cells if use.name == cell.name), None)
-        if use is None or not use.sampling:
-            return cell
-        try:
-            sampling = dataclasses.replace(cell.sampling, **use.sampling)
-        except (TypeError, ValueError) as error:
-            names = ", ".join(field.name for field in dataclasses.fields(cell.sampling))
-            raise pytest.UsageError(
-                f"{self.spec.path.name}: cells.{cell.name}.sampling: {error}; valid: {names}"
-            ) from None
-        return dataclasses.replace(cell, sampling=sampling)
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        cells: tuple[Cell, ...] = getattr(metafunc.function, "__dsv41_cells__", ())
-        wanted = {use.name for use in self.spec.cells}
-        parameters = []
-        for cell in cells:
-            if cell.name not in wanted:
-                continue
-            for start in self.spec.starts:
-                for repeat in range(self.spec.repeats_of(start.name)):
-                    item_id = f"{start.name}-{cell.name}-r{repeat}"
-                    parameters.append(
-                        pytest.param((cell.name, item_id), id=item_id, marks=self._marks(cell))
-                    )
-        if parameters:
-            metafunc.fixturenames.append("_dsv41_item")
-            metafunc.parametrize("_dsv41_item", parameters, indirect=True)
-
-    def _marks(self, cell: Cell) -> list[pytest.MarkDecorator]:
-        use = next(use for use in self.spec.cells if use.name == cell.name)
-        names = [
-            "decision" if use.decision else "report_only",
-            cell.kind,
-            use.profile or cell.profile,
-            f"b{cell.batch}",
-        ]
-        if cell.batch not in (1, 2, 3, 4, 8, 16, 32, 64):
-            self.config.addinivalue_line("markers", f"b{cell.batch}: a cell with so many requests")
-        if getattr(cell, "seeded", False):
-            names.append("seeded")
-        return [getattr(pytest.mark, name) for name in names]
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_collection_modifyitems(
-        self, session: pytest.Session, items: list[pytest.Item]
-    ) -> Iterator[None]:
-        if session.testsfailed:
-            return (yield)
-        try:
-            definitions = {
-                name: {
-                    **found.cell.definition(),
-                    "estimated_s": found.cell.estimated_s,
-                    "profile": found.cell.profile,
-                    "kind": found.cell.kind,
-                }
-                for name, found in self.found.items()
-            }
-            self.plan = make_plan(
-                self.spec, definitions, window_id=self.window_id, seed=self.spec.seed
-            )
-        except OurUsageError as error:
-            raise pytest.UsageError(str(error)) from None
-        planned = {item.id: item for item in self.plan.items}
-        for item in items:
-            item.stash[PLANNED] = planned[_item_id(item)]
-            self._refuse_marks(item)
-            self._deadline(item)
-        yield
-        # Pinned last: whatever reordered the items before, the plan's order is the run's order.
-        items.sort(key=lambda item: item.stash[PLANNED].index)
-        if self._narrow:
-            kept = [item for item in items if self._named(item)]
-            dropped = [item for item in items if item not in kept]
-            if dropped:
-                self.config.hook.pytest_deselected(items=dropped)
-                items[:] = kept
-        return None
-
-    def _named(self, item: pytest.Item) -> bool:
-        """Whether a path or node id of the command line names the item."""
-        for argument in self._narrow:
-            path, _, rest = argument.partition("::")
-            wanted = Path(self.config.invocation_params.dir, path).resolve()
-            own = item.path.resolve()
-            if own != wanted and wanted not in own.parents:
-                continue
-            inside = item.nodeid.partition("::")[2]
-            if not rest or inside == rest or inside.startswith((f"{rest}[", f"{rest}::")):
-                return True
-        return False
-
-    @staticmethod
-    def _refuse_marks(item: pytest.Item) -> None:
-        for name in ("flaky", "repeat", "forked", "xdist_group"):
-            if item.get_closest_marker(name) is not None:
-                raise pytest.UsageError(
-                    f"{item.nodeid}: marker {name} does not go with a measured item"
-                )
-        timeout = item.get_closest_marker("timeout")
-        if timeout is not None and "thread" in (*timeout.args, *timeout.kwargs.values()):
-            raise pytest.UsageError(
-                f"{item.nodeid}: pytest-timeout's thread method ends the process without teardown"
-            )
-
-    def _deadline(self, item: pytest.Item) -> None:
-        """An item's deadline covers its call only, never a teardown or a start."""
-        seconds = self.spec.limits.item_s
-        own = item.get_closest_marker("timeout")
-        given: list[Any] = [
-            self.config.getoption("timeout", None),
-            os.environ.get("PYTEST_TIMEOUT"),
-            self.config.getini("timeout"),
-            own.args[0] if own and own.args else own.kwargs.get("timeout") if own else None,
-        ]
-        for value in given:
-            with contextlib.suppress(TypeError, ValueError):
-                if float(value) > 0:
-                    seconds = min(seconds, float(value))
-        item.add_marker(pytest.mark.timeout(seconds, method="signal", func_only=True), append=False)
-
-    # -- the plan alone --------------------------------------------------------------------------------
+    # -- the plan alone ----------------------------------------------------------------------------
 
     def pytest_report_header(self) -> list[str]:
         spec = self.spec
@@ -435,14 +220,14 @@ class WindowPlugin:
                 return known[0].cv
         return None
 
-    # -- the run -----------------------------------------------------------------------------------------
+    # -- the run -----------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Iterator[None]:
         if session.config.option.collectonly or self.plan is None:
             return (yield)
         if self.mode:
-            self._print_plan(session)
+            self._print_plan()
             session.items.clear()
             return (yield)
         if not session.items or (
@@ -457,7 +242,7 @@ class WindowPlugin:
             self.ensure_closed()
         return result
 
-    def _print_plan(self, session: pytest.Session) -> None:
+    def _print_plan(self) -> None:
         plan = self.plan
         assert plan is not None
         live: list[str] | None = None
@@ -527,7 +312,7 @@ class WindowPlugin:
             except FileExistsError:
                 self.window_id = self._free_id(self.window_id)
                 assert self.plan is not None
-                self.plan = dataclasses.replace(self.plan, window_id=self.window_id)
+                self.collector.plan = dataclasses.replace(self.plan, window_id=self.window_id)
             else:
                 return folder
 
@@ -595,7 +380,7 @@ class WindowPlugin:
         pytest.skip(text)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_call(self) -> Iterator[None]:
         run = self.run
         assert run is not None
         with self.signals.interruptible():
@@ -663,13 +448,13 @@ class WindowPlugin:
                 "values": recorded.values if recorded and outcome == "measured" else {},
                 "prompt_sha256": recorded.prompt_sha256 if recorded else None,
                 "prompt_members": list(recorded.prompt_members) if recorded else [],
-                "max_tokens": self.found[planned.cell].cell.max_tokens,
+                "max_tokens": self.collector.found[planned.cell].cell.max_tokens,
                 "started_utc": begun_utc,
                 "duration_s": round(time.monotonic() - begun, 6),
             }
         )
 
-    # -- the end -------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def _note_end(self, session: pytest.Session) -> None:
         """Why the loop ended, when it ended early."""
@@ -764,7 +549,8 @@ class WindowPlugin:
                 raise
             # The verdict stands, whatever another plugin does at the end.
             self._say(
-                f"another plugin's session end raised {type(error).__name__}: {one_line(str(error))}"
+                f"another plugin's session end raised {type(error).__name__}: "
+                f"{one_line(str(error))}"
             )
             return None
         finally:
@@ -797,7 +583,7 @@ class WindowPlugin:
             with contextlib.suppress(OSError):
                 reporter.write_line(text)
 
-    # -- progress --------------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self) -> None:
@@ -830,13 +616,6 @@ class WindowPlugin:
 
     def _erase(self) -> None:
         self._progress.erase()
-
-
-def _item_id(item: pytest.Item) -> str:
-    callspec = getattr(item, "callspec", None)
-    assert callspec is not None
-    name: str = callspec.params["_dsv41_item"][1]
-    return name
 
 
 def _minutes(seconds: float) -> str:

@@ -140,7 +140,7 @@ def finish_window(
 
 
 def refuse_window(folder: Path, plan: Plan, record: TargetRecord, reason: str) -> Summary:
-    """Write the files of a window that the state of the world refused before it touched anything."""
+    """Write the files of a window that was refused before it touched anything."""
     write_atomic(folder / "plan.json", dump_json(plan.to_json()) + "\n")
     summary = Summary(
         window=_window(folder, plan),

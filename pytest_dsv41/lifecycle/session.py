@@ -105,7 +105,7 @@ class WindowRun:
             for arm in plan.spec["arms"]
         }
 
-    # -- asked from outside ---------------------------------------------------------------------
+    # -- asked from outside ------------------------------------------------------------------------
 
     def request_stop(self, reason: str) -> None:
         """Ask the window to end; the first reason stays. A window that closes is over already."""
@@ -142,7 +142,7 @@ class WindowRun:
         """The HOLD file of the target."""
         return Hold(self.target.hold_path())
 
-    # -- open -------------------------------------------------------------------------------------
+    # -- open --------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Take production down, or refuse with nothing touched.
@@ -284,7 +284,7 @@ class WindowRun:
                     raise TransportError(f"not quiet: {problems[0]}")
                 self.pause(0.05)
 
-    # -- starts and items ---------------------------------------------------------------------------
+    # -- starts and items --------------------------------------------------------------------------
 
     def before_item(self, item: PlannedItem) -> None:
         """Bring the item's start up, ending the one before it.
@@ -370,7 +370,7 @@ class WindowRun:
         """Append one item's row to `values.jsonl`, durably."""
         append_json_line(self.folder / "values.jsonl", row)
 
-    # -- close --------------------------------------------------------------------------------------
+    # -- close -------------------------------------------------------------------------------------
 
     def close(self) -> Summary | None:
         """Give everything back and write the summary; safe to call again and from anywhere.

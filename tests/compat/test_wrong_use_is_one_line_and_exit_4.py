@@ -149,7 +149,8 @@ def test_without_a_window_the_plugin_is_inert(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "import sys\n"
         "def pytest_unconfigure():\n"
-        "    heavy = {'numpy', 'scipy', 'paramiko', 'httpx', 'pydantic', 'rich'} & set(sys.modules)\n"
+        "    names = {'numpy', 'scipy', 'paramiko', 'httpx', 'pydantic', 'rich'}\n"
+        "    heavy = names & set(sys.modules)\n"
         "    print('HEAVY', sorted(heavy))\n"
     )
     # Other installed plugins load what they like: only this one is looked at.

@@ -1,0 +1,188 @@
+"""From cells to items: one item per (start, cell, repeat), in the plan's order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .errors import UsageError as OurUsageError
+from .measure import Cell
+from .neighbours import refuse_marks
+from .window.plan import Plan, PlannedItem, make_plan
+from .window.spec import WindowSpec
+
+__all__ = ["PLANNED", "CellCollector"]
+
+PLANNED = pytest.StashKey[PlannedItem]()
+"""The planned item of a collected one."""
+
+
+@dataclasses.dataclass
+class _Found:
+    """A cell as it was collected."""
+
+    cell: Cell
+    where: str
+
+
+class CellCollector:
+    """Collects the window's cells, makes the plan of all of them, and then narrows it."""
+
+    def __init__(self, config: pytest.Config, spec: WindowSpec, window_id: str) -> None:
+        self.config = config
+        self.spec = spec
+        self.window_id = window_id
+        self.found: dict[str, _Found] = {}
+        self.plan: Plan | None = None
+        self._narrow = list(config.getoption("file_or_dir", None) or [])
+        self._collect_window()
+
+    def _collect_window(self) -> None:
+        """Collect the window's cells and nothing else; a path or node id narrows later."""
+        here = Path(__file__).parent
+        shipped = here / "cells" if (here / "cells").is_dir() else here.parent / "cells"
+        paths = [*sorted(shipped.glob("test_*.py")), *self.spec.cell_modules]
+        self.config.args = [str(path) for path in paths]
+        self.config.args_source = pytest.Config.ArgsSource.ARGS
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(
+        self, collector: pytest.Collector, name: str, obj: object
+    ) -> list[pytest.Item] | None:
+        cells: tuple[Cell, ...] | None = getattr(obj, "__dsv41_cells__", None)
+        if not callable(obj) or isinstance(obj, type):
+            return None
+        if cells is None:
+            return []
+        wanted = {use.name for use in self.spec.cells}
+        for cell in cells:
+            where = f"{collector.nodeid}::{name}"
+            if cell.name in self.found and cell.name in wanted:
+                raise pytest.UsageError(
+                    f"cell {cell.name} is defined twice: {self.found[cell.name].where} and {where}"
+                )
+            self.found[cell.name] = _Found(self._with_sampling(cell), where)
+        return None if any(cell.name in wanted for cell in cells) else []
+
+    def _with_sampling(self, cell: Cell) -> Cell:
+        use = next((use for use in self.spec.cells if use.name == cell.name), None)
+        if use is None or not use.sampling:
+            return cell
+        try:
+            sampling = dataclasses.replace(cell.sampling, **use.sampling)
+        except (TypeError, ValueError) as error:
+            names = ", ".join(field.name for field in dataclasses.fields(cell.sampling))
+            raise pytest.UsageError(
+                f"{self.spec.path.name}: cells.{cell.name}.sampling: {error}; valid: {names}"
+            ) from None
+        return dataclasses.replace(cell, sampling=sampling)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        cells: tuple[Cell, ...] = getattr(metafunc.function, "__dsv41_cells__", ())
+        wanted = {use.name for use in self.spec.cells}
+        parameters = []
+        for cell in cells:
+            if cell.name not in wanted:
+                continue
+            for start in self.spec.starts:
+                for repeat in range(self.spec.repeats_of(start.name)):
+                    item_id = f"{start.name}-{cell.name}-r{repeat}"
+                    parameters.append(
+                        pytest.param((cell.name, item_id), id=item_id, marks=self._marks(cell))
+                    )
+        if parameters:
+            metafunc.fixturenames.append("_dsv41_item")
+            metafunc.parametrize("_dsv41_item", parameters, indirect=True)
+
+    def _marks(self, cell: Cell) -> list[pytest.MarkDecorator]:
+        use = next(use for use in self.spec.cells if use.name == cell.name)
+        names = [
+            "decision" if use.decision else "report_only",
+            cell.kind,
+            use.profile or cell.profile,
+            f"b{cell.batch}",
+        ]
+        if cell.batch not in (1, 2, 3, 4, 8, 16, 32, 64):
+            self.config.addinivalue_line("markers", f"b{cell.batch}: a cell with so many requests")
+        if getattr(cell, "seeded", False):
+            names.append("seeded")
+        return [getattr(pytest.mark, name) for name in names]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, items: list[pytest.Item]
+    ) -> Iterator[None]:
+        if session.testsfailed:
+            return (yield)
+        try:
+            definitions = {
+                name: {
+                    **found.cell.definition(),
+                    "estimated_s": found.cell.estimated_s,
+                    "profile": found.cell.profile,
+                    "kind": found.cell.kind,
+                }
+                for name, found in self.found.items()
+            }
+            self.plan = make_plan(
+                self.spec, definitions, window_id=self.window_id, seed=self.spec.seed
+            )
+        except OurUsageError as error:
+            raise pytest.UsageError(str(error)) from None
+        planned = {item.id: item for item in self.plan.items}
+        for item in items:
+            item.stash[PLANNED] = planned[_item_id(item)]
+            refuse_marks(item)
+            self._deadline(item)
+        yield
+        # Pinned last: whatever reordered the items before, the plan's order is the run's order.
+        items.sort(key=lambda item: item.stash[PLANNED].index)
+        if self._narrow:
+            kept = [item for item in items if self._named(item)]
+            dropped = [item for item in items if item not in kept]
+            if dropped:
+                self.config.hook.pytest_deselected(items=dropped)
+                items[:] = kept
+        return None
+
+    def _named(self, item: pytest.Item) -> bool:
+        """Whether a path or node id of the command line names the item."""
+        for argument in self._narrow:
+            path, _, rest = argument.partition("::")
+            wanted = Path(self.config.invocation_params.dir, path).resolve()
+            own = item.path.resolve()
+            if own != wanted and wanted not in own.parents:
+                continue
+            inside = item.nodeid.partition("::")[2]
+            if not rest or inside == rest or inside.startswith((f"{rest}[", f"{rest}::")):
+                return True
+        return False
+
+    def _deadline(self, item: pytest.Item) -> None:
+        """An item's deadline covers its call only, never a teardown or a start."""
+        seconds = self.spec.limits.item_s
+        own = item.get_closest_marker("timeout")
+        given: list[Any] = [
+            self.config.getoption("timeout", None),
+            os.environ.get("PYTEST_TIMEOUT"),
+            self.config.getini("timeout"),
+            own.args[0] if own and own.args else own.kwargs.get("timeout") if own else None,
+        ]
+        for value in given:
+            with contextlib.suppress(TypeError, ValueError):
+                if float(value) > 0:
+                    seconds = min(seconds, float(value))
+        item.add_marker(pytest.mark.timeout(seconds, method="signal", func_only=True), append=False)
+
+
+def _item_id(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    assert callspec is not None
+    name: str = callspec.params["_dsv41_item"][1]
+    return name
