@@ -429,19 +429,22 @@ def backfill(
     *,
     clock_log: Folder | None = None,
     hosts: int = HOSTS,
+    checkpoints: Iterable[Head] = (),
 ) -> Backfill:
     """Append the control rows of window folders; idempotent, each window read once.
 
     A window is one append: all of its rows or none. Rows that are there already, equal but for
-    optional fields that the folder does not tell, are left as they are.
+    optional fields that the folder does not tell, are left as they are. `checkpoints` as for
+    `archive_append`.
 
     Raises:
+        RolledBack: the archive lacks rows of a checkpoint.
         KeyConflict: the archive has one of the rows with other contents.
         HistoryUnknown: a folder does not prove its commit or date.
     """
     done = []
     refused: list[str] = []
-    head = archive_append(archive, [])
+    head = archive_append(archive, [], checkpoints=checkpoints)
     for folder in _once(folders):
         rows = control_rows(folder, clock_log=clock_log, hosts=hosts, refused=refused)
         before = head.rows

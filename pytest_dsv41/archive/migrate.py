@@ -35,6 +35,7 @@ from pytest_dsv41.archive.errors import (
 )
 from pytest_dsv41.archive.history import HOSTS, control_rows, window_id
 from pytest_dsv41.archive.index import drop_index
+from pytest_dsv41.archive.kept import OWN_HASHES, kept_name
 from pytest_dsv41.archive.rows import (
     GENESIS,
     OPTIONAL,
@@ -57,8 +58,7 @@ _OLD = {f"{_PREFIX}v1": _V1, f"{_PREFIX}v3": _V3}
 _OPTIONAL = tuple(name for name in OPTIONAL if not name.startswith("prompt"))
 # The document fixes no names for the chain of old versions; these are read.
 _PREVIOUS = ("prev_sha256", "prev_sha", "prev", "previous")
-_OWN = ("sha256", "row_sha256", "sha", "hash")
-_ENVELOPE = ("schema", "seq", *_PREVIOUS, *_OWN)
+_ENVELOPE = ("schema", "seq", *_PREVIOUS, *OWN_HASHES)
 _PROBLEMS_SHOWN = 20
 
 Prompts = Mapping[str, Mapping[str, str]]
@@ -209,7 +209,7 @@ def _parse(data: bytes, name: str) -> _Old:
 def _check_chain(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     """Check the old chain as far as its form is known; return what was not checked."""
     previous = next((field for field in _PREVIOUS if field in rows[0]), None)
-    own = next((field for field in _OWN if field in rows[0]), None)
+    own = next((field for field in OWN_HASHES if field in rows[0]), None)
     if previous is None or own is None:
         return ["the old rows carry no chain that this version reads: it was not verified"]
     for number, (row, before) in enumerate(zip(rows[1:], rows, strict=False), start=2):
@@ -369,9 +369,7 @@ def _replace(archive: Path, data: bytes, version: str, disk: Disk) -> Path:
 def _keep(archive: Path, version: str, disk: Disk) -> Path:
     """Give the old file a second name; one that a killed migration gave it is used again."""
     for number in range(1000):
-        kept = archive.with_name(
-            f"{archive.name}.{version}-before-v4" + f"-{number}" * bool(number)
-        )
+        kept = kept_name(archive, version, number)
         try:
             disk.link(archive, kept)
         except FileExistsError:

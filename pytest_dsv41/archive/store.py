@@ -30,6 +30,7 @@ from pytest_dsv41.archive.errors import (
     RowRefused,
 )
 from pytest_dsv41.archive.index import COLUMNS, Index, Place, StaleIndex, drop_index
+from pytest_dsv41.archive.kept import old_heads
 from pytest_dsv41.archive.rows import (
     END,
     FIELDS,
@@ -315,19 +316,23 @@ def _refuse_rollback(
     sha_of: Callable[[Head], str | None] | None,
 ) -> None:
     for known in sorted(checkpoints, key=lambda head: -head.rows):
+        if known.rows <= end.rows:
+            sha = GENESIS if sha_of is None else sha_of(known)
+            if sha == known.sha256:
+                continue
+        if (known.rows, known.sha256) in old_heads(archive):
+            continue
         if known.rows > end.rows:
             raise RolledBack(
                 f"{archive}: has {end.rows} rows, a checkpoint knows {known.rows} "
                 f"(head {known.sha256[:12]}…): it was cut, or an older copy lies in its place; "
                 "nothing was appended"
             )
-        sha = GENESIS if sha_of is None else sha_of(known)
-        if sha != known.sha256:
-            raise RolledBack(
-                f"{archive}: row {known.rows} is not the one a checkpoint knows "
-                f"({known.sha256[:12]}…): another archive lies in its place, or it was rewritten; "
-                "nothing was appended"
-            )
+        raise RolledBack(
+            f"{archive}: row {known.rows} is not the one a checkpoint knows "
+            f"({known.sha256[:12]}…): another archive lies in its place, or it was rewritten; "
+            "nothing was appended"
+        )
 
 
 def archive_head(path: str | os.PathLike[str]) -> Head:

@@ -20,6 +20,8 @@ from typing import Any
 
 from pytest_dsv41.archive.chain import START, Position, Walk, walk
 from pytest_dsv41.archive.errors import ArchiveError, ChainBroken, WrongSchema
+from pytest_dsv41.archive.history import window_folders
+from pytest_dsv41.archive.kept import kept_copies, old_heads
 from pytest_dsv41.archive.rows import parse_line, row_key
 from pytest_dsv41.archive.store import Head, checked_path, lock_path
 from pytest_dsv41.durable import FileLock
@@ -121,8 +123,8 @@ def read_checkpoints(
     """Return the checkpoints that files and folders hold, oldest rows first.
 
     Args:
-        sources: a file with a head, a summary.json, JSON lines of either; or a folder, whose own
-            and whose subfolders' summary.json and archive-head.json are read.
+        sources: a file with a head, a summary.json, JSON lines of either; or a folder, of which
+            and of whose windows summary.json and archive-head.json are read.
         archive: with it, the files of a folder that name another archive are left out.
 
     Raises:
@@ -133,10 +135,10 @@ def read_checkpoints(
     for source in map(Path, sources):
         if source.is_dir():
             files = [
-                file
+                folder / name
+                for folder in (source, *window_folders(source))
                 for name in ("summary.json", "archive-head.json")
-                for file in (source / name, *sorted(source.glob(f"*/{name}")))
-                if file.is_file()
+                if (folder / name).is_file()
             ]
         else:
             files = [source]
@@ -190,6 +192,8 @@ def verify_archive(
         ArchiveError: there is no such file.
     """
     archive = checked_path(path)
+    given, before = len(checkpoints), old_heads(archive)
+    checkpoints = [p for p in checkpoints if (p.head.rows, p.head.sha256) not in before]
     try:
         fd = os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -224,6 +228,11 @@ def verify_archive(
     findings.sort(key=lambda finding: finding.line or end.rows + 1)
     findings += _checkpoint_findings(archive.name, seen, checkpoints)
     notes += _notes(archive, seen, checkpoints)
+    if len(checkpoints) < given:
+        notes.append(
+            f"{given - len(checkpoints)} checkpoint(s) are of the file before its migration: "
+            f"{', '.join(copy.name for copy in kept_copies(archive))}"
+        )
     return Verification(
         str(archive),
         Head(end.rows, end.head),

@@ -56,6 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="default: control-archive.jsonl of the window's campaign, else beside its folder",
     )
+    append.add_argument(
+        "--no-checkpoints",
+        action="store_true",
+        help="append although the archive lacks rows that the campaign's summaries know",
+    )
     _clock(append)
 
     verify = action(
@@ -193,11 +198,19 @@ def _archive_of(folder: Path) -> Path:
 
 def _append(args: argparse.Namespace) -> int:
     from ..archive.history import backfill
+    from ..archive.verify import read_checkpoints
 
     for name in args.folder:
         folder = Path(name)
         archive = Path(args.archive) if args.archive else _archive_of(folder)
-        done = backfill(archive, [folder], clock_log=args.clock_log, hosts=args.hosts)
+        known = [] if args.no_checkpoints else read_checkpoints([archive.parent], archive)
+        done = backfill(
+            archive,
+            [folder],
+            clock_log=args.clock_log,
+            hosts=args.hosts,
+            checkpoints=[point.head for point in known],
+        )
         for window, rows, new in done.windows:
             print(one_line(f"{window}: {rows} control rows, {new} new, in {archive}", 500))
         for reason in done.refused:

@@ -239,10 +239,11 @@ def prepare(archive: Path, scene: str) -> tuple[list[Row], list[Row]]:
 @pytest.mark.parametrize(
     "fault", FAULTS, ids=lambda e: type(e).__name__ + str(getattr(e, "errno", ""))
 )
-@pytest.mark.parametrize("half", [False, True], ids=["", "short"])
 def test_any_effect_that_fails_is_an_error_and_changes_no_row(
-    tmp_path: Path, scene: str, fault: BaseException, half: bool
+    tmp_path: Path, scene: str, fault: BaseException
 ) -> None:
+    # A full disk takes half of what it is given.
+    half = isinstance(fault, OSError) and fault.errno == errno.ENOSPC
     for n in itertools.count(1):
         folder = tmp_path / str(n)
         folder.mkdir()

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from pytest_dsv41.archive import (
+    Head,
     MigrationRefused,
+    RolledBack,
     WrongSchema,
     archive_append,
     archive_head,
@@ -161,6 +163,31 @@ def test_a_dry_run_proves_and_changes_nothing_and_applying_keeps_the_old_copy(
     again = migrate(archive, apply=True)
     assert again.notes == ("already v4, nothing to do",)
     assert archive_append(archive, [example_row(0)]).rows == 33
+
+
+def test_checkpoints_from_before_a_migration_are_recognised(
+    campaign: tuple[Path, list[Row]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, rows = campaign
+    archive = folder / NAME
+    write_old(archive, rows, V3, "v3")
+    old = [json.loads(line)["sha256"] for line in archive.read_text().splitlines()]
+    heads = [Head(16, old[15]), Head(32, old[31])]
+    summary = json.dumps({"archive": {"before": heads[0].to_dict(), "after": heads[1].to_dict()}})
+    window = folder / "PC1-z-W-20261027T111111Z"
+    window.mkdir()
+    (window / "summary.json").write_text(summary)
+    migrate(archive, folders(folder), apply=True)
+    assert main(["archive", "verify", str(archive), "--checkpoints", str(folder)]) == 0
+    assert "2 checkpoint(s) are of the file before its migration" in capsys.readouterr().out
+    assert archive_append(archive, [example_row(0)], checkpoints=heads).rows == 33
+    with pytest.raises(RolledBack, match="row 32 is not the one a checkpoint knows"):
+        archive_append(archive, [example_row(1)], checkpoints=[Head(32, "9" * 64)])
+    (window / "summary.json").write_text(summary.replace('"rows": 32', '"rows": 40'))
+    command = ["archive", "append", str(folder / "PC1-a-W-20261026T101010Z")]
+    assert main(command) == 4
+    assert "has 33 rows, a checkpoint knows 40" in capsys.readouterr().err
+    assert main([*command, "--no-checkpoints"]) == 0
 
 
 def test_v3_takes_its_prompts_from_a_table_too(campaign: tuple[Path, list[Row]]) -> None:
