@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from pytest_dsv41.errors import UsageError
 from pytest_dsv41.stub.profile import add_arguments, from_arguments
 
 __all__ = ["HELP", "configure", "run"]
@@ -20,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT (0); 4 when a setting is wrong or the port is taken.
+    """Serve until SIGTERM or SIGINT and return 0. UsageError: a wrong setting, or a taken port.
 
     What follows is imported when it is needed: a start takes about 0.1 s, and must.
     """
@@ -31,8 +29,4 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from pytest_dsv41.stub.server import serve_process
 
-    try:
-        return serve_process(from_arguments(args))
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 4
+    return serve_process(from_arguments(args))

@@ -26,7 +26,7 @@ _REASONS = {
 }
 
 
-class BadRequest(Exception):  # noqa: N818 - named after the status it becomes
+class BadRequest(Exception):
     """The request cannot be served: `status`, one line, and the parameter it is about.
 
     `form` tells how vLLM says it: "value" (its own check), "type" (its parser's), or "route" (there

@@ -35,7 +35,7 @@ _IDLE = 0.003
 _numbers = itertools.count(1)
 
 
-class Gone(Exception):  # noqa: N818 - the client left: not an error of anybody
+class Gone(Exception):
     """The client closed its connection while its request was being answered."""
 
 
@@ -285,15 +285,24 @@ class Connection:
 
     `sent` is called for every write that reached the kernel, with the connection, what the writer
     called it, its monotonic stamps in nanoseconds before and after the call, the offset in the
-    connection's bytes and the length.
+    connection's bytes (with TLS: of the clear text) and the length. `not_yet` are the errors by
+    which the socket says that it must wait: TLS has its own.
     """
 
-    def __init__(self, loop: Loop, sock: socket.socket, sent: Sent | None) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        sock: socket.socket,
+        sent: Sent | None,
+        not_yet: tuple[type[OSError], ...] = (BlockingIOError,),
+    ) -> None:
+        self._not_yet = not_yet
         self._loop = loop
         self._sock = sock
         self._sent = sent
         self._unsent = bytearray()
         self._linger = False
+        self._pending: Callable[[], int] | None = getattr(sock, "pending", None)
         self.unread = bytearray()
         self.ended = False
         self.closed = False
@@ -337,7 +346,7 @@ class Connection:
         before = time.monotonic_ns()
         try:
             count = self._sock.send(data)
-        except BlockingIOError:
+        except self._not_yet:
             count = 0
         except OSError:
             self._lost()
@@ -398,13 +407,17 @@ class Connection:
     def _receive(self) -> None:
         try:
             data = self._sock.recv(_CHUNK)
-        except BlockingIOError:
+        except self._not_yet:
             return
         except OSError:
             self._lost()
             return
         if data:
             self.unread += data
+            if self._pending is not None:
+                # TLS decrypts whole records: what is left of one wakes no selector.
+                while left := self._pending():
+                    self.unread += self._sock.recv(left)
             self._watch()
         else:
             self.ended = True
@@ -419,7 +432,7 @@ class Connection:
         before = time.monotonic_ns()
         try:
             count = self._sock.send(self._unsent)
-        except BlockingIOError:
+        except self._not_yet:
             return
         except OSError:
             self._lost()

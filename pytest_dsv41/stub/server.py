@@ -26,6 +26,8 @@ from pytest_dsv41.stub.profile import Profile
 from pytest_dsv41.stub.truth import Truth
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from pytest_dsv41.stub.llamacpp import LlamaCpp
     from pytest_dsv41.stub.llamacpp_metrics import LlamaLedger
     from pytest_dsv41.stub.vllm import Vllm
@@ -43,6 +45,10 @@ class Server:
         parse_faults(profile.fault)
         self.profile = profile
         self.truth = Truth(profile.truth, keep=keep_truth)
+        self._tls: SSLContext | None = None
+        self._not_yet: tuple[type[OSError], ...] = (BlockingIOError,)
+        if profile.tls_cert:
+            self._tls, self._not_yet = _tls(profile)
         self._listener = _listen(profile)
         self.loop = Loop()
         self.loop.when_idle = self.truth.flush_some
@@ -94,11 +100,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """`http://host:port`, or `unix:PATH`."""
+        """`http://host:port` (or `https://…`), or `unix:PATH`."""
         if self.profile.uds:
             return f"unix:{self.profile.uds}"
         host = f"[{self.profile.host}]" if ":" in self.profile.host else self.profile.host
-        return f"http://{host}:{self.port}"
+        return f"http{'s' if self._tls else ''}://{host}:{self.port}"
 
     def run(self) -> None:
         """Serve until `stop`, then close everything."""
@@ -136,7 +142,11 @@ class Server:
             except OSError:
                 # No descriptors left: the client's connect waits in the backlog.
                 return
-            connection = Connection(self.loop, sock, self.truth.sent if self._truth_on else None)
+            if self._tls is not None:
+                # The handshake happens at the first read, without blocking.
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            sent = self.truth.sent if self._truth_on else None
+            connection = Connection(self.loop, sock, sent, self._not_yet)
             connection.start(self._serve(connection))
 
     def _serve(self, connection: Connection) -> Generator[Wait, None, None]:
@@ -318,6 +328,18 @@ def _with_value(text: str, family: str, value: str) -> str:
     )
 
 
+def _tls(profile: Profile) -> tuple[SSLContext, tuple[type[OSError], ...]]:
+    """Return the TLS context and what its sockets raise when they must wait. UsageError."""
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(profile.tls_cert, profile.tls_key or None)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"tls_cert {profile.tls_cert}: cannot be used ({error})") from None
+    return context, (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
 def _listen(profile: Profile) -> socket.socket:
     """Return the listening socket. UsageError when the address cannot be had."""
     try:
@@ -333,7 +355,7 @@ def _listen(profile: Profile) -> socket.socket:
             listener.bind((profile.host, profile.port))
         listener.listen(1024)
     except OSError as error:
-        raise UsageError(f"dsv41 stub: cannot listen on {where}: {error.strerror}") from None
+        raise UsageError(f"cannot listen on {where}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
 

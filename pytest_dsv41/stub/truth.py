@@ -41,7 +41,7 @@ class Truth:
             try:
                 self._fd = os.open(path, _APPEND, 0o600)
             except OSError as error:
-                raise UsageError(f"dsv41 stub: truth {path}: {error.strerror}") from None
+                raise UsageError(f"truth {path}: {error.strerror}") from None
         self._keep = keep
         self._written = 0
         self._rows: list[tuple[int, object, int, int, int, int]] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -14,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from stub_wire import complete, connect, get, post, request_bytes
 
 from pytest_dsv41.errors import SpecError, UsageError
@@ -264,6 +270,53 @@ def test_unix_socket_and_ipv6(tmp_path: Path) -> None:
             assert get(stub.url, "/health").status == 200
     except UsageError as error:
         pytest.skip(f"no IPv6 loopback here: {error}")
+
+
+def test_tls(tmp_path: Path) -> None:
+    certificate = self_signed(tmp_path)
+    context = ssl.create_default_context(cafile=str(certificate))
+    with serve(tls_cert=str(certificate), round_ms=1, prefill_ms=1) as stub:
+        assert stub.url.startswith("https://127.0.0.1:")
+        port = int(stub.url.rpartition(":")[2])
+        for _ in range(2):
+            plain = socket.create_connection(("127.0.0.1", port), timeout=20)
+            with context.wrap_socket(plain, server_hostname="localhost") as sock:
+                body = {"prompt": "a " * 30_000, "max_tokens": 20, "stream": True}
+                sock.sendall(
+                    request_bytes("POST", "/v1/completions", body, "", {"connection": "close"})
+                )
+                raw = b"".join(iter(lambda s=sock: s.recv(65536), b""))  # type: ignore[misc]
+            assert raw.count(b"data: [DONE]") == 1
+    with pytest.raises(UsageError, match="tls_cert"):
+        serve(tls_cert=str(tmp_path / "nowhere")).__enter__()
+
+
+def self_signed(folder: Path) -> Path:
+    """Write a key and a certificate for localhost into one file."""
+    now = datetime.datetime.now(datetime.UTC)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    file = folder / "both.pem"
+    file.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + certificate.public_bytes(serialization.Encoding.PEM)
+    )
+    return file
 
 
 # ---- HTTP ---------------------------------------------------------------------------------

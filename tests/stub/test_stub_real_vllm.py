@@ -32,6 +32,8 @@ from pathlib import Path
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 folder, text = Path(sys.argv[1]), Path(sys.argv[2]).read_text()
+import torch
+torch.manual_seed(0)
 bpe = ByteLevelBPETokenizer()
 bpe.train_from_iterator([text], vocab_size=512, special_tokens=["<s>", "</s>"])
 bpe.save(str(folder / "bpe.json"))
@@ -123,7 +125,9 @@ def ours(real: str) -> Iterator[str]:
 def shape(value: Any) -> Any:
     """Leaves by their types, objects by their keys in order, lists by their first item."""
     if isinstance(value, dict):
-        return [(key, shape(item)) for key, item in value.items() if key != "top_logprobs"]
+        # A special token has no bytes, and a dict of logprobs is keyed by texts.
+        free = ("bytes", "top_logprobs")
+        return [(key, None if key in free else shape(item)) for key, item in value.items()]
     if isinstance(value, list):
         return [shape(value[0])] if value else []
     return None if value is None else type(value).__name__
