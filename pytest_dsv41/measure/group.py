@@ -407,8 +407,14 @@ def _check(caches: set[str], streams: Sequence[StreamRecord], server: Server) ->
             "warm-cache", f"{server.cached_tokens} prompt tokens came from a cache: not cold"
         )
     elif "warm" in caches:
-        per_stream = [stream.cached_tokens for stream in streams]
-        if server.cached_tokens == 0 or 0 in per_stream:
+        for stream in streams:
+            # A shared first token (llama.cpp keeps that much of any prompt) is no warm prefix.
+            cached, prompt = stream.cached_tokens, stream.prompt_tokens
+            if cached is not None and prompt is not None and 2 * cached < prompt:
+                raise MeasurementRefused(
+                    "cold-cache", f"{cached} of {prompt} prompt tokens came from the warm prefix"
+                )
+        if server.cached_tokens == 0:
             raise MeasurementRefused("cold-cache", "no prompt token came from the warm prefix")
     in_band = [stream.metrics.get("speculative_decoding") for stream in streams]
     if all(isinstance(row, dict) for row in in_band):
