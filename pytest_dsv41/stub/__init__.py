@@ -92,7 +92,7 @@ def spawn(
     import sys
 
     profile = make_profile(settings, base=profile)
-    argv = [sys.executable, "-m", "pytest_dsv41.stub", *_flags(profile), *arguments]
+    argv = [sys.executable, "-m", "pytest_dsv41", "stub", *_flags(profile), *arguments]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         yield Spawned(process, _wait_for_url(process, timeout_s))

@@ -26,7 +26,7 @@ from pytest_dsv41.errors import SpecError, UsageError
 from pytest_dsv41.stub import Profile, load_profile, serve, spawn
 from pytest_dsv41.stub.profile import OPTIONS, make_profile
 
-COMMAND = [sys.executable, "-m", "pytest_dsv41.stub"]
+COMMAND = [sys.executable, "-m", "pytest_dsv41", "stub"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
