@@ -33,13 +33,15 @@ def run(args: argparse.Namespace) -> int:
         UsageError: a file is missing or damaged.
     """
     # numpy and scipy are loaded by the verdict only.
+    from ..window.advice import read_prior
     from ..window.summary import FILE_NAME, read_summary
     from ..window.verdict import conclude, read_folder
 
     folder = Path(args.folder)
     plan, values = read_folder(folder)
     summary = read_summary(folder) if (folder / FILE_NAME).exists() else None
-    outcome = conclude(plan, values, stopped=summary.stopped if summary else None)
+    stopped = summary.stopped if summary else None
+    outcome = conclude(plan, values, stopped=stopped, prior=read_prior(folder, plan))
     if args.json:
         print(json.dumps({"window_id": plan.window_id, **outcome.to_json()}, indent=2))
     else:
@@ -58,6 +60,8 @@ def _text(window_id: str, outcome: Outcome, summary: Summary | None) -> str:
         parts.append("\n")
     parts += [f"missing: {one_line(line)}\n" for line in outcome.incomplete]
     parts += [f"note: {one_line(line)}\n" for line in outcome.notes]
+    for name, lines in outcome.advisory.items():
+        parts += [f"{name} (advisory): {one_line(line)}\n" for line in lines]
     if outcome.promotion:
         cells = ", ".join(outcome.promotion["cells"])
         parts.append(

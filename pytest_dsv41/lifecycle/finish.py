@@ -18,6 +18,7 @@ from ..archive import archive_append, archive_head, archive_spreads
 from ..durable import dump_json, read_json_lines, write_atomic
 from ..errors import Dsv41Error, UsageError
 from ..text import one_line
+from ..window.advice import read_prior
 from ..window.plan import Plan
 from ..window.summary import (
     RESTORE_FAILED,
@@ -89,7 +90,8 @@ def finish_window(
     record = read_record(folder)
     values = read_json_lines(folder / "values.jsonl")
     alerts = list(closed.alerts)
-    outcome = conclude(plan, values, stopped=stopped, report_only=report_only)
+    prior = read_prior(folder, plan)
+    outcome = conclude(plan, values, stopped=stopped, report_only=report_only, prior=prior)
     # Before the append: the archive's spread is that of the windows before this one.
     spreads = _spreads(plan, record, values)
     archive = _archive(folder, plan, record, values, journal, alerts)
@@ -133,7 +135,10 @@ def finish_window(
         alerts=tuple(alerts),
         software=_software(),
         notes=tuple(outcome.notes),
-        advisory=_advisory(plan, values, rules or {}),
+        advisory={
+            **_advisory(plan, values, rules or {}),
+            **{name: tuple(lines) for name, lines in outcome.advisory.items()},
+        },
     )
     write_summary(folder, summary)
     return summary

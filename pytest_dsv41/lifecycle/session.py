@@ -30,10 +30,11 @@ from ..hosts.local import boottime
 from ..measure import Endpoint, greedy_answers
 from ..targets import Arm, Started, Target, TargetFactory, name_factory
 from ..text import one_line
+from ..window.advice import freeze_prior
 from ..window.plan import Plan, PlannedItem
 from ..window.summary import Summary
 from .closing import CloseResult, close_window
-from .finish import Rule, finish_window
+from .finish import ARCHIVE_NAME, Rule, finish_window
 from .hold import Hold, HoldState
 from .intent import Intent, read_intent, write_intent
 from .journal import Journal, StepHook
@@ -225,7 +226,15 @@ class WindowRun:
         write_atomic(self.folder / "plan.json", dump_json(self.plan.to_json()) + "\n")
         self._record.write(self.folder)
         register_window(self.campaign, self.plan.window_id, self.folder)
-        self.journal.note("window", "begin", id=self.plan.window_id, epoch=self.lease.epoch)
+        sealed = freeze_prior(
+            self.folder,
+            self.plan,
+            archive=self.campaign / ARCHIVE_NAME,
+            commit=self._record.commit,
+        )
+        self.journal.note(
+            "window", "begin", id=self.plan.window_id, epoch=self.lease.epoch, **sealed
+        )
 
     def _take_down(self) -> None:
         target, journal = self.target, self.journal

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from ..durable import dump_json
 from ..errors import UsageError
 from ..text import one_line
+from .advice import check_advice
 from .schedule import Start, layout
 from .source import choices, shown
 from .spec import WindowSpec
@@ -171,7 +172,7 @@ def make_plan(
             cell's own `estimated_s`, the file's `estimated_s` over both.
 
     Raises:
-        SpecError: the window names a cell that does not exist.
+        SpecError: the window names a cell that does not exist, or advice that cannot apply.
     """
     used: dict[str, dict[str, Any]] = {}
     seconds: dict[str, float] = {}
@@ -184,6 +185,7 @@ def make_plan(
         used[use.name] = dict(cells[use.name])
         known = (estimates or {}).get(use.name, used[use.name].get("estimated_s", 10.0))
         seconds[use.name] = float(known if use.estimated_s is None else use.estimated_s)
+    check_advice(spec, used)
     if seed is None:
         seed = _seed_of(window_id) if spec.seed is None else spec.seed
     plan = Plan(

@@ -39,6 +39,7 @@ from .source import KeyPath, Source, choices, read_toml, shown
 __all__ = [
     "MAX_ITEMS",
     "MIN_REPEATS",
+    "AdviceUse",
     "Arm",
     "CellUse",
     "Limits",
@@ -99,7 +100,7 @@ def _not_negative(value: float) -> float:
     return value
 
 
-def _gain(value: float) -> float:
+def _fraction(value: float) -> float:
     if not 0 < value < 1:
         raise ValueError(f"{value:g} is no fraction; valid: above 0 and below 1, 0.05 is 5 %")
     return value
@@ -116,6 +117,7 @@ _Text = Annotated[str, AfterValidator(_text)]
 _Folder = Annotated[str, AfterValidator(_folder)]
 _Seconds = Annotated[float, AfterValidator(_positive)]
 _SecondsOrNone = Annotated[float, AfterValidator(_not_negative)]
+_Fraction = Annotated[float, AfterValidator(_fraction)]
 
 Kind = Literal["candidate", "report", "admission"]
 Profile = Literal["single", "multi"]
@@ -165,6 +167,17 @@ class Limits(_Frozen):
     window_s: _Seconds | None = None
 
 
+class AdviceUse(_Frozen):
+    """Advice that is shown beside the verdict and never decides; off unless it is registered.
+
+    `start_sd` maps `<cell>/<primary>` to the registered between-start SD, a fraction.
+    """
+
+    moderated: bool = False
+    widened_aa: bool = False
+    start_sd: dict[str, _Fraction] = Field(default_factory=dict)
+
+
 class TargetTable(_Frozen):
     """The target's table as written, variables filled in; the target itself checks its keys."""
 
@@ -203,6 +216,7 @@ class WindowSpec(_Frozen):
     by_profile: bool
     report_only: bool
     limits: Limits
+    advice: AdviceUse = AdviceUse()
     target: TargetTable
     seed: int | None
     out: Path
@@ -305,7 +319,7 @@ class _Cell(_Table):
     decision: bool = False
     primary: str = ""
     guards: list[str] = Field(default_factory=list)
-    expected_gain: Annotated[float, AfterValidator(_gain)] | None = None
+    expected_gain: _Fraction | None = None
     profile: Profile | None = None
     estimated_s: _Seconds | None = None
     sampling: dict[str, Any] | None = None
@@ -322,13 +336,17 @@ class _Limits(Limits):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class _Advice(AdviceUse):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
 class _Variable(_Table):
     env: str | None = None
     help: str = ""
     default: str | None = None
 
 
-_TOP = ("window", "arms", "cells", "limits", "variables", "target")
+_TOP = ("window", "arms", "cells", "limits", "advice", "variables", "target")
 _TARGET_TOP = ("target", "variables")
 
 _WANTED = {
@@ -494,6 +512,7 @@ class _Reader:
         raw_arms = self._arms_tables()
         raw_cells = self._cells_tables()
         limits = _parse(_Limits, values.get("limits", {}), source, ("limits",))
+        advice = _parse(_Advice, values.get("advice", {}), source, ("advice",))
         target_values, target_source, target_file = self._target_file()
         variables = self._variables(target_values, target_source)
 
@@ -547,6 +566,7 @@ class _Reader:
             by_profile=window.by_profile,
             report_only=report_only,
             limits=Limits(**limits.model_dump()),
+            advice=AdviceUse(**advice.model_dump()),
             target=target,
             seed=window.seed if seed is None else self._override_seed(seed),
             out=out_folder,

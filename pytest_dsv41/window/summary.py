@@ -265,7 +265,8 @@ class Summary(_Part):
     )
     advisory: dict[str, tuple[str, ...]] = Field(
         default_factory=dict,
-        description="Rule of the user's own to what it says; it never decides.",
+        description="Registered advice, or a rule of the user's own, to what it says; it never"
+        " decides.",
     )
     stopped: str | None = Field(
         default=None, description="Why the window ended early or was refused; null: it did not."

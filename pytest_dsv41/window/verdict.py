@@ -16,18 +16,30 @@ from typing import Any, Final
 
 from ..decision_v2 import (
     ORIENTATION,
+    Advice,
     Decision,
     Refused,
+    SeededSeries,
     Series,
     decide_cell,
     decide_window,
     report_window,
+    seeded_series,
 )
 from ..durable import dump_json
 from ..errors import UsageError
 from ..text import one_line
+from .advice import (
+    MODERATED,
+    WIDENED,
+    FrozenPrior,
+    advice_text,
+    judged,
+    moderated,
+    widened,
+)
 from .plan import Plan, PlannedItem
-from .schedule import layout
+from .schedule import Start, layout
 from .source import read_regular, shown
 from .summary import Status
 
@@ -58,7 +70,8 @@ class Outcome:
     `decisions` maps each candidate arm to `Decision.to_dict()` with `provisional` beside it,
     `explanations` to its sentences; an arm of which no cell could be judged has none. `incomplete`
     names what is missing for the decision (empty unless INCOMPLETE), `notes` what is missing
-    elsewhere and stops nothing. `promotion` is {arm, profile, cells} for a CANDIDATE.
+    elsewhere and stops nothing. `promotion` is {arm, profile, cells} for a CANDIDATE. `advisory`
+    maps each registered advice to its lines; nothing else depends on it.
     """
 
     status: Status
@@ -68,6 +81,7 @@ class Outcome:
     incomplete: list[str]
     explanations: dict[str, list[str]]
     notes: list[str]
+    advisory: dict[str, list[str]]
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as JSON values."""
@@ -80,6 +94,7 @@ def conclude(
     *,
     stopped: str | None = None,
     report_only: bool = False,
+    prior: FrozenPrior | None = None,
 ) -> Outcome:
     """Decide a window from its plan and its values.
 
@@ -88,8 +103,10 @@ def conclude(
         values: the records of values.jsonl in any order, one an item.
         stopped: why the window ended early, if it did.
         report_only: report and decide nothing, also where the plan says otherwise.
+        prior: what `read_prior` gives, for the advice of a window that registered it.
     """
-    return _Judge(plan, values, report_only=report_only or plan.window.report_only).outcome(stopped)
+    judge = _Judge(plan, values, report_only=report_only or plan.window.report_only)
+    return judge.outcome(stopped, prior)
 
 
 class _Judge:
@@ -105,7 +122,7 @@ class _Judge:
         self._notes: list[str] = []
         self._records = self._measured(values)
 
-    def outcome(self, stopped: str | None) -> Outcome:
+    def outcome(self, stopped: str | None, prior: FrozenPrior | None) -> Outcome:
         if stopped:
             self._incomplete.append(f"stopped: {one_line(stopped)}")
         decisions: dict[str, Decision] = {}
@@ -118,11 +135,12 @@ class _Judge:
             self._incomplete.append("nothing was measured")
         status = self._status(decisions)
         provisional = status == INCOMPLETE
+        advice = {arm: self._advice(arm, found, prior) for arm, found in decisions.items()}
         return Outcome(
             status=status,
             exit_code=EXIT_CODES[status],
             decisions={
-                arm: {**decision.to_dict(), "provisional": provisional}
+                arm: {**decision.advised(advice[arm]).to_dict(), "provisional": provisional}
                 for arm, decision in decisions.items()
             },
             promotion=self._promotion(decisions) if status == CANDIDATE else None,
@@ -135,6 +153,7 @@ class _Judge:
                 for arm, decision in decisions.items()
             },
             notes=list(dict.fromkeys(self._notes)),
+            advisory=self._advisory(advice, prior, provisional=provisional),
         )
 
     # -- what was measured -------------------------------------------------------------------------
@@ -291,6 +310,70 @@ class _Judge:
         values = record.get("values") if record is not None else None
         value = values.get(metric) if isinstance(values, Mapping) else None
         return value if isinstance(value, Mapping) and "value" in value else None
+
+    # -- advice ------------------------------------------------------------------------------------
+
+    def _advice(
+        self, arm: str, decision: Decision, prior: FrozenPrior | None
+    ) -> dict[str, list[Advice]]:
+        """The registered advice on each decision cell that was judged: {cell: advice}."""
+        use = self._window.advice
+        given: dict[str, list[Advice]] = {}
+        if use.moderated and prior is not None and prior.fault is None:
+            for cell in judged(self._window, self._plan.cells, seeded=False):
+                if cell in decision.cells:
+                    series = decision.cells[cell].series
+                    given[cell] = [moderated(self._plan, cell, one, prior) for one in series]
+        if use.widened_aa:
+            for cell in judged(self._window, self._plan.cells, seeded=True):
+                if cell in decision.cells:
+                    given[cell] = [self._widened(cell, arm)]
+        return given
+
+    def _widened(self, cell: str, arm: str) -> Advice:
+        metric = self._plan.primary(cell)
+        try:
+            start_sd = self._window.advice.start_sd[f"{cell}/{metric}"]
+            return widened(self._seeded(cell, metric, arm), start_sd)
+        except Refused as refusal:
+            line = f"By seeded pairs: no advice ({one_line(refusal.what)})."
+            return Advice(WIDENED, line, {"metric": metric, "call": None})
+
+    def _seeded(self, cell: str, metric: str, arm: str) -> SeededSeries:
+        """The pairs of a seeded cell; repeat r is pair r in every start. Raises `Refused`."""
+        controls = [start for start in self._plan.starts if start.arm == self._window.control.name]
+        mine = next(start for start in self._plan.starts if start.arm == arm)
+
+        def record(start: Start) -> dict[str, Any]:
+            pairs = [
+                {"pair": item.repeat, **self._records[item.id]}
+                for item in self._plan.items
+                if (item.start, item.cell) == (start.name, cell) and item.id in self._records
+            ]
+            return {"cell": cell, "pairs": pairs}
+
+        c1, c2 = (record(start) for start in controls)
+        profile = self._plan.profile(cell)
+        return seeded_series(c1, record(mine), c2, metrics=[metric], profile=profile)[0]
+
+    def _advisory(
+        self,
+        given: Mapping[str, Mapping[str, Sequence[Advice]]],
+        prior: FrozenPrior | None,
+        *,
+        provisional: bool,
+    ) -> dict[str, list[str]]:
+        """What a person reads of the advice, by rule."""
+        said: dict[str, list[str]] = {}
+        if self._window.advice.moderated and (prior is None or prior.fault):
+            said[MODERATED] = [f"no advice: {prior.fault if prior else 'no prior was given'}"]
+        for arm, cells in given.items():
+            before = ["provisional"] if provisional else []
+            before += [arm] if len(self._window.candidates) > 1 else []
+            for cell, advice in cells.items():
+                for one in advice:
+                    said.setdefault(one.rule, []).append(advice_text(cell, one, before=before))
+        return said
 
     # -- the window --------------------------------------------------------------------------------
 

@@ -239,7 +239,7 @@ REFUSED = {
         "[limits]",
         "[limit]",
         "w.toml:24: limit: unknown key; did you mean 'limits'?; valid: window, arms, cells, "
-        "limits, variables, target",
+        "limits, advice, variables, target",
     ),
     "misspelt required key": (
         'lane = "DEMO"',
