@@ -140,11 +140,19 @@ class Engine:
         return min(1.0, held / self.profile.kv_tokens)
 
     def submit(
-        self, ask: Ask, *, arrival: float, wall: float, profile: Profile | None = None
+        self,
+        ask: Ask,
+        *,
+        arrival: float,
+        wall: float,
+        profile: Profile | None = None,
+        engine_index: int = 0,
+        lag: float = 0.0,
     ) -> Job:
         """Queue a request. Its gate opens when it is admitted.
 
-        `profile` holds other settings for this request's own pace.
+        `profile` holds other settings for this request's own pace; it is counted on engine
+        `engine_index`, `lag` seconds late.
         """
         self._count += 1
         profile, number = profile or self.profile, self._count
@@ -153,6 +161,8 @@ class Engine:
         model = Model(profile.model, ask.prompt, sampling, profile.perturb)
         job = Job(number, ask, arrival, model, profile)
         job.arrival_wall = wall
+        job.engine_index = engine_index
+        job.lag = lag
         job.pace = max(
             _FASTEST_ROUND,
             (1.0 + profile.noise * gauss(key_of(profile.seed, number, 1)))

@@ -87,13 +87,17 @@ class _Run:
         self.faults = faults = request.faults
         self.regroup = Regroup(faults)
         self.ask = _faulted(answer.ask, faults)
+        index = min(1, faults.count("engine")) if "engine" in faults else 0
+        if index:
+            server.ledger.add_engine()
         self.job = server.engine.submit(
-            self.ask, arrival=time.monotonic(), wall=server.wall(), profile=_paced(server, faults)
+            self.ask,
+            arrival=time.monotonic(),
+            wall=server.wall(),
+            profile=_paced(server, faults),
+            engine_index=index,
+            lag=faults.seconds("metrics-lag") if "metrics-lag" in faults else 0.0,
         )
-        if "engine" in faults:
-            server.count_on_engine(self.job, faults.count("engine"))
-        if "metrics-lag" in faults:
-            self.job.lag = faults.seconds("metrics-lag")
         answer.begin(self.job, request.headers.get("x-request-id", ""))
         json_instead = "json-body" in faults
         self.stream: Stream | None = None
@@ -133,9 +137,12 @@ class _Run:
                 engine.record(job, step, stamp)
                 events = self.answer.seal(events)
                 packets = stream.frame(events) if stream is not None else []
-            later = stream.write_now(packets) if stream is not None else []
-            if early:
-                engine.record(job, step, stamp)
+            try:
+                later = stream.write_now(packets) if stream is not None else []
+            finally:
+                # The engine made the tokens, whatever became of the connection.
+                if early:
+                    engine.record(job, step, stamp)
             if self.answer.shaper.failed:
                 engine.leave(job, "error")
             elif step.finish is not None:

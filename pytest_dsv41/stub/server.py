@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pytest_dsv41.errors import UsageError
-from pytest_dsv41.stub.engine import Ask, Engine, Job
+from pytest_dsv41.stub.engine import Ask, Engine
 from pytest_dsv41.stub.faults import NONE, Faults, faults_of
 from pytest_dsv41.stub.faults import parse as parse_faults
 from pytest_dsv41.stub.http import BadRequest, Request, dumps, read_request, respond
@@ -249,12 +249,6 @@ class Server:
     def restart_counters(self) -> None:
         """Reset every counter, with new `_created` stamps."""
         self.ledger.reset()
-
-    def count_on_engine(self, job: Job, index: int) -> None:
-        """Count the job on engine 0 or 1."""
-        if index:
-            self.ledger.add_engine()
-            job.engine_index = 1
 
     def foreign(self, tokens: int, until: Gate | None = None) -> Generator[Wait, None, None]:
         """Run a request of somebody else: `tokens` long, or until the gate opens."""

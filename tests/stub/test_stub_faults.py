@@ -513,6 +513,8 @@ def test_two_engines_share_the_counters(fresh: Serving) -> None:
     complete(fresh.url)
     series = samples(fresh.url)["vllm:generation_tokens_total"]
     assert sorted(series.values()) == [12, 12]
+    queries = samples(fresh.url)["vllm:prefix_cache_queries_total"]
+    assert len(set(queries.values())) == 1
     assert {labels.split(",")[0] for labels in series} == {'engine="0"', 'engine="1"'}
 
 
