@@ -55,7 +55,6 @@ _TIMESPEC: Final = struct.Struct("@ll")
 _POLL_S: Final = 0.02
 _RECV: Final = 65536
 _HEAD_LIMIT: Final = 65536
-_BLOCKED_NS: Final = 50_000
 _AWAY_NS: Final = 1_000_000
 _DONE_GRACE_NS: Final = 2_000_000_000
 
@@ -553,9 +552,9 @@ class Loop:
         self._turn = 0
         self._entered = time.monotonic_ns()
         self._returned = self._entered
-        self._before = self._entered
+        self._entered_before = self._entered
         self._away = False
-        self._blocked = False
+        self._away_before = False
         self.offset_ns = self.sample_offset()
 
     def __enter__(self) -> Loop:
@@ -685,13 +684,14 @@ class Loop:
 
     def turn(self, timeout: float = _POLL_S) -> None:
         """Wait up to `timeout` seconds and book what came."""
-        self._before, self._entered = self._returned, time.monotonic_ns()
+        self._away_before, self._entered_before = self._away, self._entered
+        self._entered = time.monotonic_ns()
+        between = self._entered - self._returned
         ready = self._selector.select(timeout)
         self._returned = time.monotonic_ns()
         self._turn += 1
         waited = self._returned - self._entered
-        self._blocked = waited > _BLOCKED_NS
-        self._away = waited > timeout * 1e9 + _AWAY_NS or self._entered - self._before > _AWAY_NS
+        self._away = waited > timeout * 1e9 + _AWAY_NS or between > _AWAY_NS
         for key, events in ready:
             exchange: Exchange = key.data
             if events & selectors.EVENT_WRITE and not exchange.write():
@@ -716,16 +716,15 @@ class Loop:
             wall - now if time.monotonic_ns() - now < 5_000 else self.sample_offset()
         )
         segments = connection.count_segments()
-        if self._blocked:
-            floor = self._entered
-        elif connection.last_turn == self._turn - 1:
-            floor = connection.last_recv_ns
-        else:
-            floor = self._before
+        # The last moment at which the socket was seen empty. A poll that reports nothing looked
+        # after it was entered; when it returned may be long after (a pause), so its entry counts.
+        quiet = connection.last_turn != self._turn - 1
+        floor = self._entered_before if quiet else connection.last_recv_ns
         connection.last_turn = self._turn
         floor = max(floor, connection.last_recv_ns)
         connection.last_recv_ns = now
-        exchange.take(data, Read(now, stamp, offset, len(data), segments, floor, self._away))
+        away = self._away or (quiet and self._away_before)
+        exchange.take(data, Read(now, stamp, offset, len(data), segments, floor, away))
 
     def run(
         self,
