@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pytest_dsv41 import Cell, cells
+from pytest_dsv41 import Cell, for_cells
 from pytest_dsv41.fixtures import Measure
 
 
-@cells(
+@for_cells(
     Cell(
         "prefill-b1",
         prompts=("demo-1",),

@@ -6,7 +6,7 @@ the default order; the ctl cells run only when a window names them.
 
 from __future__ import annotations
 
-from pytest_dsv41 import Cell, cells
+from pytest_dsv41 import Cell, for_cells
 from pytest_dsv41.fixtures import Measure
 from pytest_dsv41.measure import Endpoint
 from pytest_dsv41.measure.seeded import SEEDED_CELLS, SeededCell, fill_seeded
@@ -15,7 +15,7 @@ from pytest_dsv41.window.plan import Plan, PlannedItem
 ORDER = ("short-b1", "32k-b1", "32k-b2", "32k-b3", "prefill-32k-b1")
 
 
-@cells(
+@for_cells(
     Cell(
         "32k-b1",
         prompts=("32k-0",),
@@ -58,7 +58,7 @@ def test_shared(measure: Measure) -> None:
     measure()
 
 
-@cells(
+@for_cells(
     Cell(
         "prefill-32k-b1",
         prompts=("32k-0",),
@@ -73,7 +73,7 @@ def test_shared_prefill(measure: Measure) -> None:
     measure()
 
 
-@cells(
+@for_cells(
     *SEEDED_CELLS.values(),
     SeededCell(
         "seeded-demo-b1",

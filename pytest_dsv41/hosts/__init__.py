@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import CommandLog, CommandResult, Process, Probe
+from .base import CommandLog, CommandResult, Probe, Process
 from .local import LocalHost
 
 __all__ = ["CommandLog", "CommandResult", "LocalHost", "Probe", "Process"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_dsv41.measure.cell import Builder, Cell, Request, Sampling, cells, prompt_identity
+from pytest_dsv41.measure.cell import Builder, Cell, Request, Sampling, for_cells, prompt_identity
 from pytest_dsv41.measure.corpus import PROMPT_SHA256, Corpus, Prompt
 from pytest_dsv41.measure.greedy import Answer, greedy_answers
 from pytest_dsv41.measure.group import Endpoint, GroupResult, Progress, measure_group
@@ -25,7 +25,7 @@ __all__ = [
     "Sampling",
     "StreamRecord",
     "Value",
-    "cells",
+    "for_cells",
     "greedy_answers",
     "measure_group",
     "prompt_identity",

@@ -18,7 +18,7 @@ __all__ = [
     "Cell",
     "Request",
     "Sampling",
-    "cells",
+    "for_cells",
     "messages_sha256",
     "prompt_identity",
 ]
@@ -262,7 +262,7 @@ class Cell:
         )
 
 
-def cells(*declared: Cell) -> Callable[[_Function], _Function]:
+def for_cells(*declared: Cell) -> Callable[[_Function], _Function]:
     """Declare the cells that a pytest function measures.
 
     The function takes `measure` (and other fixtures as it likes) and is run once an item; it may
@@ -273,7 +273,7 @@ def cells(*declared: Cell) -> Callable[[_Function], _Function]:
     """
     names = [cell.name for cell in declared]
     if not names or len(set(names)) != len(names):
-        raise UsageError(f"cells: {'one name twice' if names else 'none given'}")
+        raise UsageError(f"for_cells: {'one name twice' if names else 'none given'}")
 
     def mark(function: _Function) -> _Function:
         function.__dsv41_cells__ = declared  # type: ignore[attr-defined]

@@ -78,9 +78,9 @@ def test_faulthandler_that_exits_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mark", ["flaky(reruns=2)", "repeat(2)", "timeout(5, method='thread')"])
 def test_a_cell_marked_to_run_twice_or_to_exit_is_refused(mark: str, tmp_path: Path) -> None:
     (tmp_path / "my_cells.py").write_text(
-        "import pytest\nfrom pytest_dsv41 import Cell, cells\n\n"
+        "import pytest\nfrom pytest_dsv41 import Cell, for_cells\n\n"
         f"@pytest.mark.{mark}\n"
-        "@cells(Cell(name='mine', prompts=('demo-1',), max_tokens=8))\n"
+        "@for_cells(Cell(name='mine', prompts=('demo-1',), max_tokens=8))\n"
         "def test_mine(measure):\n    measure()\n"
     )
     (tmp_path / "w.toml").write_text(

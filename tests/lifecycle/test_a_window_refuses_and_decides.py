@@ -32,8 +32,8 @@ def own_cell(folder: Path, body: str, *, limits: str = "", tokens: int = 96) -> 
     (folder / "my_cells.py").write_text(
         "import os, signal, threading, time\n"
         "import psutil\n"
-        "from pytest_dsv41 import Cell, cells\n\n"
-        f"@cells(Cell('mine', prompts=('demo-1',), max_tokens={tokens}))\n"
+        "from pytest_dsv41 import Cell, for_cells\n\n"
+        f"@for_cells(Cell('mine', prompts=('demo-1',), max_tokens={tokens}))\n"
         f"def test_mine(measure, endpoint, start):\n{lines}\n"
     )
     text = TINY.read_text().replace('name = "decode-b1"', 'name = "mine"')

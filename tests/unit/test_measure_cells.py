@@ -11,7 +11,15 @@ import pytest
 
 import pytest_dsv41.measure as measure_room
 from pytest_dsv41.errors import MeasurementRefused, UsageError
-from pytest_dsv41.measure import METRICS, Builder, Cell, Request, Sampling, cells, prompt_identity
+from pytest_dsv41.measure import (
+    METRICS,
+    Builder,
+    Cell,
+    Request,
+    Sampling,
+    for_cells,
+    prompt_identity,
+)
 from pytest_dsv41.measure.corpus import PACKAGED, PROMPT_SHA256, Corpus, find_prompt
 from pytest_dsv41.measure.cut import cut_texts
 
@@ -98,11 +106,11 @@ def test_what_is_no_cell_is_said_at_once(make: object) -> None:
 def test_the_decorator_keeps_functions_and_coroutines_as_they_are() -> None:
     cell = Cell("x", ("demo-1",), 16)
 
-    @cells(cell)
+    @for_cells(cell)
     def plain() -> int:
         return 3
 
-    @cells(cell)
+    @for_cells(cell)
     async def later() -> None: ...
 
     assert plain() == 3
@@ -110,9 +118,9 @@ def test_the_decorator_keeps_functions_and_coroutines_as_they_are() -> None:
     assert inspect.iscoroutinefunction(later)
     assert later.__dsv41_cells__ == (cell,)  # type: ignore[attr-defined]
     with pytest.raises(UsageError):
-        cells(cell, cell)
+        for_cells(cell, cell)
     with pytest.raises(UsageError):
-        cells()
+        for_cells()
 
 
 def test_a_body_says_what_the_sampling_says() -> None:
