@@ -102,7 +102,7 @@ def window_id(out: Folder) -> str:
 
 
 def window_date(out: Folder) -> str:
-    """Return the window's UTC day as YYYYMMDD: of its id, else of the first time it recorded.
+    """Return the window's UTC day as YYYYMMDD: ours recorded it, else of its id or first time.
 
     Raises:
         HistoryUnknown: nothing in the folder is dated.
@@ -110,7 +110,7 @@ def window_date(out: Folder) -> str:
     folder = Path(out)
     summary = _json(folder / "summary.json")
     recorded = _json(folder / "target.json").get("date")
-    for text in (window_id(folder), folder.resolve().name, recorded, summary.get("started_utc")):
+    for text in (recorded, window_id(folder), folder.resolve().name, summary.get("started_utc")):
         if isinstance(text, str):
             if re.fullmatch(r"[0-9]{8}", text):
                 return text
@@ -253,7 +253,8 @@ def start_clock_cap(
     """Return a start's clock cap in MHz and its source: `start-log`, `clock-log` or `none`.
 
     The start's own log proves it: every one of the `hosts` hosts must have printed its cap, and
-    they must agree. Ours: a target without clocks recorded `none` in the journal, the cap is 1.
+    they must agree. Ours: what the journal recorded when the start was up; a target without
+    clocks recorded `none`, the cap is 1.
     A start without a log is placed by its checkpoint times in the clock log, a file of
     '<UTC> <MHz>' lines, each valid from its time on.
 
@@ -262,8 +263,8 @@ def start_clock_cap(
     """
     folder = Path(out)
     recorded = _recorded_clock(folder, start)
-    if recorded == "none":
-        return 1, "none"
+    if recorded is not None:
+        return recorded
     log = _start_log(folder, start)
     if log is not None:
         caps = _logged_caps(log)
@@ -298,12 +299,18 @@ def start_clock_cap(
     return cap, "clock-log"
 
 
-def _recorded_clock(folder: Path, start: str) -> str | None:
-    source = None
+def _recorded_clock(folder: Path, start: str) -> tuple[int, str] | None:
+    """Return what a window of ours recorded when the start was up."""
+    found = None
     for line in read_json_lines(folder / "journal.jsonl"):
         if line.get("step") == f"start:{start}" and line.get("event") == "end":
-            source = line.get("clock_source", "none")
-    return source if isinstance(source, str) else None
+            found = line
+    if found is None:
+        return None
+    cap, source = found.get("clock_cap_mhz", 1), found.get("clock_source", "none")
+    if not isinstance(cap, int) or not isinstance(source, str):
+        raise HistoryUnknown(f"{folder}: the journal has no clock cap for {start}")
+    return cap, source
 
 
 def clock_caps_mhz(

@@ -360,19 +360,24 @@ class Index:
         )
         return [Place(*row) for row in found]
 
-    def definitions(
-        self, where: Mapping[str, Sequence[Any]]
-    ) -> list[tuple[int, dict[str, Any], int]]:
-        """Return (id, definition, rows) of every definition that has rows among `where`'s."""
+    def definitions(self, where: Mapping[str, Sequence[Any]]) -> list[tuple[int, dict[str, Any]]]:
+        """Return (id, definition) of every definition that has rows among `where`'s.
+
+        They come in the order of their first rows.
+        """
         condition, values = _condition(where)
+        if where.keys() <= set(DEFINITION):
+            # Every definition has rows: none of them needs to be looked at.
+            rows = "FROM definition JOIN series ON series.id = definition.series"
+        else:
+            rows = _JOINED
         found = self._db.execute(
-            "SELECT definition.id, series.cell, series.metric, definition.max_tokens,"
-            ' definition.clock_cap_mhz, definition."commit", definition.prompt_sha256,'
-            f" count(*) {_JOINED} {condition} GROUP BY definition.id ORDER BY min(row.seq)",
+            "SELECT DISTINCT definition.id, series.cell, series.metric, definition.max_tokens,"
+            ' definition.clock_cap_mhz, definition."commit", definition.prompt_sha256'
+            f" {rows} {condition} ORDER BY definition.id",
             values,
         )
-        names = ("cell", "metric", "max_tokens", "clock_cap_mhz", "commit", "prompt_sha256")
-        return [(row[0], dict(zip(names, row[1:7], strict=True)), row[7]) for row in found]
+        return [(row[0], dict(zip(DEFINITION, row[1:], strict=True))) for row in found]
 
     def offsets(self, definition: int) -> list[tuple[int, int, str]]:
         """Return (seq, offset, window) of a definition's rows, window by window."""

@@ -177,12 +177,12 @@ def _definitions(reader: Reader, wanted: dict[str, list[Any]]) -> list[tuple[int
     """Return the definitions that have rows among `wanted`'s."""
     indexed = {field: wanted[field] for field in wanted if field in COLUMNS}
     if indexed.keys() == wanted.keys():
-        return [(number, definition) for number, definition, _ in reader.index.definitions(indexed)]
+        return reader.index.definitions(indexed)
     # A filter that the index does not know (a date, an audit field): look at the rows.
     seen = {tuple(row[field] for field in DEFINITION) for _, row in reader.rows(wanted)}
     return [
         (number, definition)
-        for number, definition, _ in reader.index.definitions(indexed)
+        for number, definition in reader.index.definitions(indexed)
         if tuple(definition[field] for field in DEFINITION) in seen
     ]
 

@@ -117,14 +117,13 @@ def archive_append(
         OSError: the disk failed; the batch is not in the archive.
     """
     archive = checked_path(path)
-    batch = _batch(rows)
+    batch, known = _batch(rows), tuple(checkpoints)
     if not archive.parent.is_dir():
         raise ArchiveError(f"{archive}: its folder does not exist; create it first")
     with FileLock(lock_path(archive)):
         try:
             fd = disk.open(archive)
         except FileNotFoundError:
-            known = tuple(checkpoints)
             _refuse_rollback(archive, START, known, None)
             if not batch:
                 return Head(0, GENESIS)
@@ -134,10 +133,9 @@ def archive_append(
             except BaseException:
                 disk.close(fd)
                 raise
-            checkpoints = known
         try:
             return _with_index(
-                archive, lambda index: _append(archive, fd, index, batch, checkpoints, disk)
+                archive, lambda index: _append(archive, fd, index, batch, known, disk)
             )
         finally:
             disk.close(fd)

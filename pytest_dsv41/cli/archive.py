@@ -214,7 +214,7 @@ def _append(args: argparse.Namespace) -> int:
         for window, rows, new in done.windows:
             print(one_line(f"{window}: {rows} control rows, {new} new, in {archive}", 500))
         for reason in done.refused:
-            print(one_line(f"  left out: {reason}", 500))
+            print("  " + one_line(f"left out: {reason}", 500))
         print(f"head: {done.head.rows} rows, {done.head.sha256}")
     return 0
 
@@ -342,9 +342,9 @@ def _plot(args: argparse.Namespace) -> int:
         else:
             print(f"  mean {one.centre:.6g}, control limits {one.low:.6g} to {one.high:.6g}")
         for window, value in one.points:
-            print(one_line(f"  {window}  {value:.6g}", 300))
+            print("  " + one_line(f"{window}  {value:.6g}", 300))
         for drift in one.drift:
-            print(one_line(f"  DRIFT: {drift}", 400))
+            print("  " + one_line(f"DRIFT: {drift}", 400))
     if args.out:
         Path(args.out).write_text(svg(charts), encoding="utf-8")
         print(f"plot: {one_line(args.out, 300)}")

@@ -81,7 +81,7 @@ def _backfill(args: argparse.Namespace) -> int:
     for window, rows, new in done.windows:
         print(one_line(f"{window}: {rows} control rows, {new} new", 400))
     for reason in done.refused:
-        print(one_line(f"  left out: {reason}", 500))
+        print("  " + one_line(f"left out: {reason}", 500))
     print(f"head: {done.head.rows} rows, {done.head.sha256}")
     return 0
 

@@ -63,16 +63,18 @@ def run(args: argparse.Namespace) -> int:
     for window in answer.windows:
         mark = "counted" if window.counts else f"not counted ({window.why})"
         ended = window.ended_utc or "-"
-        print(one_line(f"  {window.window}: {window.status}, ended {ended}: {mark}", 400))
+        print("  " + one_line(f"{window.window}: {window.status}, ended {ended}: {mark}", 400))
     for reason in answer.reasons:
         mark = "satisfies the cap" if reason.satisfies else "not after the latest counted window"
         if not answer.counted:
             mark = "nothing to satisfy yet"
-        print(one_line(f"  {reason.kind} {reason.source}, {reason.dated_utc}: {mark}", 400))
+        print("  " + one_line(f"{reason.kind} {reason.source}, {reason.dated_utc}: {mark}", 400))
     for peeked in answer.peeked:
-        print(one_line(f"  INCOMPLETE with both arms of a decision cell measured: {peeked}", 400))
+        print(
+            "  " + one_line(f"INCOMPLETE with both arms of a decision cell measured: {peeked}", 400)
+        )
     if answer.needed:
         print("one of these would allow it:")
         for way in answer.needed:
-            print(one_line(f"  {way}", 600))
+            print("  " + one_line(f"{way}", 600))
     return code
