@@ -27,7 +27,6 @@ class Answer(Protocol):
     ask: Ask
     shaper: Shaper
     done_mark: bool
-    seals: bool
     ping_seconds: int
 
     def begin(self, job: Job, request_id: str) -> None:
@@ -39,8 +38,11 @@ class Answer(Protocol):
     def events(self, step: Step) -> list[Event]:
         """Return the events of one step."""
 
+    def needs_record(self, step: Step) -> bool:
+        """Say whether the step's events are complete only when it is recorded."""
+
     def seal(self, events: list[Event]) -> list[Event]:
-        """Complete the last step's events with what is known once it is recorded."""
+        """Complete the events of a recorded step."""
 
     def tail(self) -> list[Event]:
         """Return what follows the finish."""
@@ -58,11 +60,12 @@ def generate(
     streamed: bool,
     joined: bool = False,
     content_type: str = "text/event-stream; charset=utf-8",
+    whole_type: str = "application/json",
 ) -> Generator[Wait, None, None]:
     """Serve one request whose shape is `answer`. `joined`: one write a step."""
     run = _Run(server, connection, request, answer, streamed, joined)
     try:
-        yield from run.all(content_type)
+        yield from run.all(content_type, whole_type)
     finally:
         server.engine.leave(run.job, "abort")
         run.over()
@@ -111,7 +114,7 @@ class _Run:
         for gate in self.foreign:
             gate.open()
 
-    def all(self, content_type: str) -> Generator[Wait, None, None]:
+    def all(self, content_type: str, whole_type: str) -> Generator[Wait, None, None]:
         server, job, stream, faults = self.server, self.job, self.stream, self.faults
         engine = server.engine
         if stream is not None:
@@ -128,8 +131,7 @@ class _Run:
                 when = at[self.count]
             step = engine.next_step(job)
             events = self._tell(step)
-            # llama.cpp's last events tell their own time: they are framed when it is recorded.
-            early = step.finish is None or not self.answer.seals
+            early = not self.answer.needs_record(step)
             packets = stream.frame(events) if stream is not None and early else []
             yield from self._until(when)
             stamp = time.monotonic()
@@ -167,7 +169,7 @@ class _Run:
             if "plain-body" in faults:
                 raise Gone
         else:
-            respond(self.connection, 200, dumps(self.answer.whole()))
+            respond(self.connection, 200, dumps(self.answer.whole()), whole_type)
 
     def write(self, events: list[Event], *, last: bool = False) -> Generator[Wait, None, None]:
         """Write events that belong to no engine step."""

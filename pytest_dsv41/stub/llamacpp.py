@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LlamaCpp"]
 
+_JSON = "application/json; charset=utf-8"
 _LOWEST = -3.4028235e38
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -36,6 +37,14 @@ def error_body(status: int, message: str) -> dict[str, Any]:
     """Return llama.cpp's error object."""
     kind = _ERROR_TYPES.get(status, "server_error")
     return {"error": {"code": status, "message": message, "type": kind}}
+
+
+class _TooLong(BadRequest):
+    """The prompt does not fit the context."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__("the request exceeds the available context size")
+        self.tokens = tokens
 
 
 class LlamaCpp:
@@ -65,8 +74,20 @@ class LlamaCpp:
         }
 
     def error(self, connection: Connection, error: BadRequest) -> None:
-        """Answer with llama.cpp's error object."""
-        respond(connection, error.status, dumps(error_body(error.status, str(error))))
+        """Answer with llama.cpp's error object; its HTTP layer orders the fields otherwise."""
+        body = error_body(error.status, str(error))
+        if error.form == "route":
+            # A wrong method is an unknown path here.
+            body = error_body(404, "File Not Found")
+            inner = body["error"]
+            body["error"] = {name: inner[name] for name in ("message", "type", "code")}
+            respond(connection, 404, dumps(body), _JSON)
+            return
+        if isinstance(error, _TooLong):
+            body["error"]["type"] = "exceed_context_size_error"
+            body["error"]["n_prompt_tokens"] = error.tokens
+            body["error"]["n_ctx"] = self.profile.max_model_len
+        respond(connection, error.status, dumps(body), _JSON)
 
     def not_ready(self, connection: Connection) -> None:
         """Answer while the model loads."""
@@ -76,7 +97,7 @@ class LlamaCpp:
 
     def health(self, connection: Connection, _request: Request) -> None:
         """Say ok."""
-        respond(connection, 200, dumps({"status": "ok"}))
+        respond(connection, 200, dumps({"status": "ok"}), _JSON)
 
     def models(self, connection: Connection, _request: Request) -> None:
         """The one model, in both of llama.cpp's lists."""
@@ -100,7 +121,9 @@ class LlamaCpp:
                 "ftype": "stub",
             },
         }
-        respond(connection, 200, dumps({"models": [listed], "object": "list", "data": [model]}))
+        respond(
+            connection, 200, dumps({"models": [listed], "object": "list", "data": [model]}), _JSON
+        )
 
     def metrics(self, connection: Connection, request: Request) -> None:
         """The exposition."""
@@ -126,7 +149,7 @@ class LlamaCpp:
             "build_info": f"{self.profile.version}-stub",
             "is_sleeping": False,
         }
-        respond(connection, 200, dumps(answer))
+        respond(connection, 200, dumps(answer), _JSON)
 
     def slots(self, connection: Connection, _request: Request) -> None:
         """One object a slot, with the request it works on or worked on last."""
@@ -156,7 +179,7 @@ class LlamaCpp:
                     }
                 ]
             out.append(slot)
-        respond(connection, 200, dumps(out))
+        respond(connection, 200, dumps(out), _JSON)
 
     def slot(self, connection: Connection, request: Request) -> None:
         """POST /slots/N?action=erase: forget the prompt cache."""
@@ -166,28 +189,28 @@ class LlamaCpp:
         job = self.ledger.slots.get(index)
         held = len(job.ask.prompt) + len(job.tokens) if job is not None else 0
         done = "reset-false" not in request.faults and self.server.engine.forget()
-        respond(connection, 200, dumps({"id_slot": index, "n_erased": held if done else 0}))
+        respond(connection, 200, dumps({"id_slot": index, "n_erased": held if done else 0}), _JSON)
 
     def tokenize(self, connection: Connection, request: Request) -> Generator[Wait, None, None]:
         """Token ids of `content`; no count."""
         if "tokenize-404" in request.faults:
-            raise BadRequest("File Not Found", 404)
+            raise BadRequest("File Not Found", 404, form="route")
         content = request.json().get("content", "")
         if not isinstance(content, str):
             raise BadRequest("content must be a string")
         tokens = yield from encode_beside(self.server.loop, content)
         if "tokenize-count" in request.faults:
             tokens = tokens + [EOS] * request.faults.count("tokenize-count")
-        respond(connection, 200, dumps({"tokens": tokens}))
+        respond(connection, 200, dumps({"tokens": tokens}), _JSON)
 
     def detokenize(self, connection: Connection, request: Request) -> None:
         """The text of token ids."""
         tokens = token_list(request.json().get("tokens"))
-        respond(connection, 200, dumps({"content": decode(tokens)}))
+        respond(connection, 200, dumps({"content": decode(tokens)}), _JSON)
 
     def apply_template(self, connection: Connection, request: Request) -> None:
         """The prompt text of messages."""
-        respond(connection, 200, dumps({"prompt": render_chat(request.json())}))
+        respond(connection, 200, dumps({"prompt": render_chat(request.json())}), _JSON)
 
     # ---- generation ------------------------------------------------------------------------
 
@@ -223,6 +246,7 @@ class LlamaCpp:
             streamed=bool(body.get("stream")),
             joined=True,
             content_type="text/event-stream",
+            whole_type=_JSON,
         )
 
     def _ask(self, body: dict[str, Any], tokens: list[int], form: str) -> Ask:
@@ -235,7 +259,7 @@ class LlamaCpp:
             limit = integer(body, name, limit, low=-1)
         room = self.profile.max_model_len - len(tokens)
         if room < 1:
-            raise BadRequest("the request exceeds the available context size")
+            raise _TooLong(len(tokens))
         seed = integer(body, "seed", -1, low=-1)
         names = {"native": ("n_probs",), "text": ("logprobs", "n_probs")}.get(
             form, ("top_logprobs", "n_probs")
@@ -278,7 +302,6 @@ class Writer:
         self.ask = ask
         self.form = form
         self.done_mark = False
-        self.seals = True
         self.ping_seconds = max(0, integer(body, "sse_ping_interval", 0, low=-1))
         options = body.get("stream_options") or {}
         self.shaper = Shaper(faults, lambda: error_body(500, "the stub was told to fail"))
@@ -305,6 +328,7 @@ class Writer:
         self.text: list[str] = []
         self.thought: list[str] = []
         self.choices: list[Choice] = []
+        self.known: list[Choice] = []
         self.finish = "limit"
 
     def begin(self, job: Job, request_id: str) -> None:
@@ -360,8 +384,12 @@ class Writer:
         self.first = False
         for choice in step.choices:
             self.choices.append(choice)
+            # The server keeps no probabilities of a step in which it verified drafts.
+            known = self.want_probs and not step.drafted
+            if known:
+                self.known.append(choice)
             if choice.token != EOS:
-                out.append(self._token(choice))
+                out.append(self._token(choice, known))
         if step.finish is not None:
             self.finish = "eos" if step.finish == "stop" else "limit"
             out.append(self._finish())
@@ -384,11 +412,11 @@ class Writer:
                 {"text": "", "index": 0, "logprobs": None, "finish_reason": None}
             )
             return [Event("progress", {**chunk, "id": self.id, "prompt_progress": facts})]
-        return [Event("progress", {**self._native("", []), "prompt_progress": facts})]
+        return [Event("progress", {**self._native("", [0]), "prompt_progress": facts})]
 
-    def _token(self, choice: Choice) -> Event:
+    def _token(self, choice: Choice, known: bool) -> Event:
         text = decode([choice.token])
-        probs = self._probs([choice]) if self.want_probs else None
+        probs = self._probs([choice]) if known else None
         body: dict[str, Any]
         if self.form == "chat":
             name = "content"
@@ -410,8 +438,6 @@ class Writer:
         else:
             self.text.append(text)
             body = self._native(text, [choice.token])
-        if self.per_token:
-            body["timings"] = self.timings()
         if self.form == "native" and probs is not None:
             body["completion_probabilities"] = probs
         return Event("token", body, 1)
@@ -422,7 +448,7 @@ class Writer:
             "content": text,
             "tokens": tokens,
             "stop": False,
-            "id_slot": self.job.slot,
+            "id_slot": -1,
             "tokens_predicted": len(self.choices),
             "tokens_evaluated": len(self.ask.prompt),
         }
@@ -440,16 +466,20 @@ class Writer:
             return Event("finish", {**chunk, "usage": self._usage(), "id": self.id})
         return Event("finish", self._final_native("", streamed=True))
 
-    def seal(self, events: list[Event]) -> list[Event]:
-        """Put `timings` on the finish event, unless a usage event follows that carries it.
+    def needs_record(self, step: Step) -> bool:
+        """Events with `timings` tell of the step itself: they are made when it is recorded."""
+        return step.finish is not None or self.per_token
 
-        Called when the last step was recorded, so that the figures hold it too.
-        """
-        if self.form == "chat" and self.include_usage:
-            return events
+    def seal(self, events: list[Event]) -> list[Event]:
+        """Put `timings` where they belong: on the last event, or on each when asked for."""
+        made = len(self.job.tokens) - sum(event.tokens for event in events)
         for event in events:
-            if event.kind == "finish" and event.body is not None:
-                event.body["timings"] = self.timings()
+            if event.body is None or event.kind not in ("token", "finish"):
+                continue
+            made += event.tokens
+            last = event.kind == "finish" and not (self.form == "chat" and self.include_usage)
+            if last or (self.per_token and event.kind == "token"):
+                event.body["timings"] = self.timings(made)
         return events
 
     def tail(self) -> list[Event]:
@@ -468,7 +498,7 @@ class Writer:
         """Return the body of an answer that is not streamed."""
         text = "".join(self.text)
         reason = "stop" if self.finish == "eos" else "length"
-        probs = {"content": self._probs(self.choices)} if self.want_probs else None
+        probs = {"content": self._probs(self.known)} if self.known else None
         if self.form == "native":
             return self._final_native(text, streamed=False)
         common = {
@@ -508,8 +538,8 @@ class Writer:
             "tokens_cached": len(self.ask.prompt) + len(self.choices) - 1,
             "timings": self.timings(),
         }
-        if self.want_probs and not streamed:
-            final["completion_probabilities"] = self._probs(self.choices)
+        if self.known and not streamed:
+            final["completion_probabilities"] = self._probs(self.known)
         return final
 
     def _usage(self) -> dict[str, Any]:
@@ -521,11 +551,11 @@ class Writer:
             "prompt_tokens_details": {"cached_tokens": self.job.cached},
         }
 
-    def timings(self) -> dict[str, Any]:
-        """Return the `timings` object: what the engine recorded so far."""
+    def timings(self, made: int | None = None) -> dict[str, Any]:
+        """Return the `timings` object: what the engine recorded so far, of `made` tokens."""
         job = self.job
         fresh = len(self.ask.prompt) - job.cached
-        made = len(job.tokens)
+        made = len(job.tokens) if made is None else made
         prompt_ms = (job.first - job.scheduled) * 1e3 if job.first and job.scheduled else 0.0
         predicted_ms = (job.last - job.first) * 1e3 if job.first and job.last else 0.0
         steps = max(0, made - 1)

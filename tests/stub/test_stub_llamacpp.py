@@ -52,8 +52,9 @@ def test_health_models_props(stub: Serving) -> None:
     props = get(stub.url, "/props").json()
     assert props["total_slots"] == 2
     assert {"model_path", "build_info", "default_generation_settings", "is_sleeping"} <= set(props)
-    assert get(stub.url, "/version").status == 404
-    assert get(stub.url, "/version").json()["error"]["type"] == "not_found_error"
+    missing = {"error": {"message": "File Not Found", "type": "not_found_error", "code": 404}}
+    for reply in (get(stub.url, "/version"), post(stub.url, "/metrics", {})):
+        assert (reply.status, reply.json()) == (404, missing)
 
 
 def test_tokenize_takes_content_and_answers_tokens_only(stub: Serving) -> None:
@@ -112,7 +113,8 @@ def test_timings_stand_on_the_last_event_only(stub: Serving) -> None:
     assert "timings" not in reply.chunk_objects[-2]
     each = chat(stub, timings_per_token=True)
     with_content = [c for c in each.chunk_objects if c["choices"][0]["delta"].get("content")]
-    assert all("timings" in chunk for chunk in with_content)
+    counted = [chunk["timings"]["predicted_n"] for chunk in with_content]
+    assert counted == list(range(1, 13))
 
 
 def test_no_draft_no_draft_figures() -> None:
@@ -176,10 +178,21 @@ def test_completions_logprobs_are_not_the_legacy_dict(stub: Serving) -> None:
         3,
         ["id", "token", "bytes", "logprob"],
     ]
+    # Only a step without drafts has them: here the first token's.
+    assert all(choice["logprobs"] is None for choice in reply.choices[1:])
     probs = native(stub, n_probs=2, post_sampling_probs=True).chunk_objects[0]
     entry = probs["completion_probabilities"][0]
     assert list(entry) == ["id", "token", "bytes", "prob", "top_probs"]
     assert 0 < entry["prob"] <= 1
+
+
+def test_without_speculation_every_token_has_its_probabilities() -> None:
+    with serve(engine="llamacpp", draft_tokens=0, round_ms=1, prefill_ms=1) as plain:
+        reply = text(plain, logprobs=2)
+        whole = text(plain, logprobs=2, stream=False).json()
+    *tokens, _finish = reply.choices
+    assert all(len(c["logprobs"]["content"]) == 1 for c in tokens)
+    assert len(whole["choices"][0]["logprobs"]["content"]) == len(tokens) == 12
 
 
 def test_native_completion_and_its_end(stub: Serving) -> None:
@@ -196,6 +209,7 @@ def test_native_completion_and_its_end(stub: Serving) -> None:
         "tokens_evaluated",
     ]
     assert (first["stop"], last["stop"], last["stop_type"]) == (False, True, "limit")
+    assert (first["id_slot"], last["id_slot"]) == (-1, 0)
     assert {"truncated", "tokens_cached", "timings", "generation_settings"} <= set(last)
     whole = native(stub, stream=False, return_tokens=True).json()
     assert whole["content"] == "".join(c["content"] for c in reply.chunk_objects)
@@ -253,6 +267,9 @@ def test_errors_have_llamacpps_shape_and_end_the_stream(stub: Serving) -> None:
     refused = text(stub, prompt=[10**9])
     assert refused.status == 400
     assert list(refused.json()["error"]) == ["code", "message", "type"]
+    long = text(stub, prompt="river " * 300_000).json()["error"]
+    assert list(long) == ["code", "message", "type", "n_prompt_tokens", "n_ctx"]
+    assert long["type"] == "exceed_context_size_error"
     failed = chat(stub, "error=mid:2")
     assert failed.status == 200
     assert failed.chunk_objects[-1] == {
