@@ -50,6 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=1, metavar="B", help="requests a group")
     parser.add_argument("--repeats", type=int, default=1, metavar="N")
     parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help="per repeat")
+    parser.add_argument(
+        "--reader",
+        choices=("thread", "process"),
+        default="thread",
+        help="read the streams in a process of its own, which nothing here can hold up",
+    )
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep raw records here")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
@@ -142,6 +148,7 @@ def _measure(
             deadline_s=args.deadline,
             stop=stop,
             progress=progress if shown else None,
+            reader=args.reader,
         )
     finally:
         if shown:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from pytest_dsv41.measure.cell import Builder, Cell, Request, Sampling, for_cells, prompt_identity
-from pytest_dsv41.measure.corpus import PROMPT_SHA256, Corpus, Prompt
-from pytest_dsv41.measure.greedy import Answer, greedy_answers
-from pytest_dsv41.measure.group import Endpoint, GroupResult, Progress, measure_group
-from pytest_dsv41.measure.metrics import METRICS, Metric, Value
-from pytest_dsv41.measure.stream import StreamRecord
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytest_dsv41.measure.cell import (
+        Builder,
+        Cell,
+        Request,
+        Sampling,
+        for_cells,
+        prompt_identity,
+    )
+    from pytest_dsv41.measure.corpus import PROMPT_SHA256, Corpus, Prompt
+    from pytest_dsv41.measure.greedy import Answer, greedy_answers
+    from pytest_dsv41.measure.group import Endpoint, GroupResult, Progress, measure_group
+    from pytest_dsv41.measure.metrics import METRICS, Metric, Value
+    from pytest_dsv41.measure.stream import StreamRecord
 
 __all__ = [
     "METRICS",
@@ -30,3 +41,20 @@ __all__ = [
     "measure_group",
     "prompt_identity",
 ]
+
+_HOMES = {
+    "cell": ("Builder", "Cell", "Request", "Sampling", "for_cells", "prompt_identity"),
+    "corpus": ("PROMPT_SHA256", "Corpus", "Prompt"),
+    "greedy": ("Answer", "greedy_answers"),
+    "group": ("Endpoint", "GroupResult", "Progress", "measure_group"),
+    "metrics": ("METRICS", "Metric", "Value"),
+    "stream": ("StreamRecord",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # The reader process imports `measure.wire` and nothing else of this room.
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,17 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import httpx
 
 from pytest_dsv41.engines import Engine, Server, Snapshot, base_url, get_engine, unix_path
-from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused
+from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.measure.cell import Request, prompt_identity
 from pytest_dsv41.measure.metrics import Value, values_of
 from pytest_dsv41.measure.stream import StreamRecord, read_stream
 from pytest_dsv41.measure.transport import WireTransport
-from pytest_dsv41.measure.wire import TRANSPORT, Call, Connection, Exchange, Limits, Loop
+from pytest_dsv41.measure.wire import TRANSPORT, Call, Connection, Exchange, Finished, Limits, Loop
 
 __all__ = ["Endpoint", "GroupResult", "Progress", "evaluate", "measure_group", "stream_group"]
 
@@ -73,7 +73,7 @@ class GroupResult:
     after: Snapshot
     notes: tuple[str, ...] = ()
     model: str = ""
-    exchanges: tuple[Exchange, ...] = field(default=(), repr=False, compare=False)
+    exchanges: tuple[Finished, ...] = field(default=(), repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but text."""
@@ -130,6 +130,7 @@ def measure_group(
     require: Sequence[str] = (),
     context: ssl.SSLContext | None = None,
     keep_bytes: bool = False,
+    reader: Literal["thread", "process"] = "thread",
 ) -> GroupResult:
     """Send `requests` at one time, wait for all of them, and judge what came.
 
@@ -142,6 +143,8 @@ def measure_group(
         require: metrics that must come out; a missing one refuses the group.
         context: TLS settings; None for the system's.
         keep_bytes: keep what came over the socket (in `exchanges`).
+        reader: who reads the streams: the calling thread, or a process that does nothing else and
+            that no pause of this one can hold up (no progress, no `context`, none late).
 
     Raises:
         MeasurementFailed: a request did not deliver; nothing is averaged over it.
@@ -165,6 +168,7 @@ def measure_group(
             progress=progress,
             context=context,
             keep_bytes=keep_bytes,
+            reader=reader,
             gauge=watch if any(request.late for request in requests) else None,
         )
         after = _settled(engine, endpoint, client, before, streams, stop)
@@ -221,8 +225,9 @@ def stream_group(
     progress: Callable[[Progress], None] | None = None,
     context: ssl.SSLContext | None = None,
     keep_bytes: bool = False,
+    reader: Literal["thread", "process"] = "thread",
     gauge: _Gauge | None = None,
-) -> tuple[list[Exchange], list[StreamRecord]]:
+) -> tuple[list[Finished], list[StreamRecord]]:
     """Send the requests and read their streams; no counters are looked at.
 
     Raises:
@@ -231,6 +236,48 @@ def stream_group(
     """
     engine = get_engine(endpoint.engine)
     calls = [_call(engine, endpoint, model, request) for request in requests]
+    late = [request.late for request in requests]
+    if reader == "process":
+        if gauge is not None:
+            raise UsageError("late requests are read in this process: reader='thread'")
+        from pytest_dsv41.measure.reader import read_elsewhere
+
+        finished = read_elsewhere(
+            calls,
+            unix=unix_path(endpoint.url),
+            deadline_ns=deadline_ns,
+            stop=stop,
+            keep_bytes=keep_bytes,
+        )
+    else:
+        finished = _read_here(
+            endpoint, calls, late, deadline_ns, stop, progress, context, keep_bytes, gauge
+        )
+    streams = [
+        read_stream(
+            exchange,
+            prompt_sha256=request.prompt_sha256,
+            max_tokens=request.max_tokens,
+            exact=request.sampling.ignore_eos,
+        )
+        for exchange, request in zip(finished, requests, strict=True)
+    ]
+    if gauge is not None:
+        gauge.judge()
+    return finished, streams
+
+
+def _read_here(
+    endpoint: Endpoint,
+    calls: Sequence[Call],
+    late: Sequence[bool],
+    deadline_ns: int,
+    stop: threading.Event | None,
+    progress: Callable[[Progress], None] | None,
+    context: ssl.SSLContext | None,
+    keep_bytes: bool,
+    gauge: _Gauge | None,
+) -> list[Finished]:
     exchanges: list[Exchange] = []
     with Loop(stop=stop, context=context) as loop:
         try:
@@ -238,11 +285,11 @@ def stream_group(
                 exchange = Exchange(call, _connect(loop, endpoint, call.url, deadline_ns))
                 exchange.keep_raw = keep_bytes
                 exchanges.append(exchange)
-            early = [x for x, request in zip(exchanges, requests, strict=True) if not request.late]
+            early = [one for one, waits in zip(exchanges, late, strict=True) if not waits]
             gates = {
                 index: lambda: all(_decodes(exchange) for exchange in early)
-                for index, request in enumerate(requests)
-                if request.late
+                for index, waits in enumerate(late)
+                if waits
             }
             started = time.monotonic_ns()
             with gauge.watching(early) if gauge is not None else contextlib.nullcontext():
@@ -255,18 +302,7 @@ def stream_group(
         finally:
             for exchange in exchanges:
                 exchange.connection.close()
-    streams = [
-        read_stream(
-            exchange,
-            prompt_sha256=request.prompt_sha256,
-            max_tokens=request.max_tokens,
-            exact=request.sampling.ignore_eos,
-        )
-        for exchange, request in zip(exchanges, requests, strict=True)
-    ]
-    if gauge is not None:
-        gauge.judge()
-    return exchanges, streams
+    return [exchange.result() for exchange in exchanges]
 
 
 def _call(engine: Engine, endpoint: Endpoint, model: str, request: Request) -> Call:

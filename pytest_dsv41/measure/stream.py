@@ -17,7 +17,7 @@ from pytest_dsv41.engines import InBand
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused
 from pytest_dsv41.measure.clock import Stamp, stamps
 from pytest_dsv41.measure.sse import Event, SseParser, TooLongError
-from pytest_dsv41.measure.wire import Exchange, Read
+from pytest_dsv41.measure.wire import Finished, Read
 from pytest_dsv41.text import one_line
 
 __all__ = ["EventRecord", "StreamRecord", "read_pieces", "read_stream"]
@@ -198,7 +198,7 @@ class StreamRecord:
 
 
 def read_stream(
-    exchange: Exchange, *, prompt_sha256: str, max_tokens: int, exact: bool
+    exchange: Finished, *, prompt_sha256: str, max_tokens: int, exact: bool
 ) -> StreamRecord:
     """Make the record of a finished exchange.
 
@@ -263,7 +263,7 @@ def read_pieces(
     return reader.record(start_ns, send_ns, end_ns, prompt_sha256)
 
 
-def _check_head(exchange: Exchange) -> None:
+def _check_head(exchange: Finished) -> None:
     status = exchange.status
     if status != 200:
         raise MeasurementFailed(f"http-{status}", f"HTTP {status}: {_message(exchange.body)}")

@@ -36,6 +36,7 @@ __all__ = [
     "Connection",
     "Exchange",
     "Failure",
+    "Finished",
     "Framing",
     "Limits",
     "Loop",
@@ -421,8 +422,31 @@ class Connection:
                 self.count_segments()
 
 
+@dataclass(frozen=True)
+class Finished:
+    """An exchange at its end: everything that was seen of it, nothing of the connection."""
+
+    status: int | None
+    headers: Mapping[str, str]
+    failure: Failure | None
+    write_start_ns: int
+    write_end_ns: int
+    end_ns: int
+    offset_ns: int
+    """Wall minus monotonic clock when the request was written."""
+    reads: Sequence[Read]
+    pieces: Sequence[tuple[int, bytes]]
+    """(index of the read, body bytes it brought), in order."""
+    raw: Sequence[bytes]
+
+    @property
+    def body(self) -> bytes:
+        """The whole body."""
+        return b"".join(piece for _, piece in self.pieces)
+
+
 class Exchange:
-    """One request and its response as they happened."""
+    """One request and its response as they happen."""
 
     def __init__(self, call: Call, connection: Connection) -> None:
         self.call = call
@@ -457,10 +481,20 @@ class Exchange:
         """The response's headers, names in lower case."""
         return self.framing.headers
 
-    @property
-    def body(self) -> bytes:
-        """The whole body."""
-        return b"".join(piece for _, piece in self.pieces)
+    def result(self) -> Finished:
+        """What was seen of it."""
+        return Finished(
+            self.status,
+            self.headers,
+            self.failure,
+            self.write_start_ns,
+            self.write_end_ns,
+            self.end_ns,
+            self.offset_ns,
+            self.reads,
+            self.pieces,
+            self.raw,
+        )
 
     def begin(self) -> bool:
         """Write the request; True where a part is left for later."""

@@ -127,8 +127,8 @@ def ours(url: str, seeds: list[int], *, kernel: bool = True) -> list[Seen]:
     for seed, exchange in zip(seeds, exchanges, strict=True):
         if not kernel:
             exchange.reads = [read._replace(kernel_ns=None) for read in exchange.reads]
-        record = read_stream(exchange, prompt_sha256="", max_tokens=TOKENS, exact=True)
-        found = _number.search(exchange.body.decode())
+        record = read_stream(exchange.result(), prompt_sha256="", max_tokens=TOKENS, exact=True)
+        found = _number.search(exchange.result().body.decode())
         assert found
         tokens = sum(1 for event in record.events if event.kind == "token")
         out.append(

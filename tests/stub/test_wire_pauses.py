@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from pytest_dsv41.errors import MeasurementFailed
 from pytest_dsv41.measure import Endpoint, Request, measure_group
+from pytest_dsv41.measure.reader import read_elsewhere
 from pytest_dsv41.measure.record import replay
 from pytest_dsv41.measure.stream import read_stream
-from pytest_dsv41.measure.wire import Call, Exchange, Limits, Loop
+from pytest_dsv41.measure.wire import Call, Exchange, Finished, Limits, Loop
 from pytest_dsv41.stub import spawn
 
 MS = 1_000_000
@@ -68,13 +70,57 @@ def test_an_event_in_a_pause_keeps_its_time(tmp_path: Path) -> None:
     assert max(late) > 20 * MS  # the pauses did hit: a stamp of ours would be that wrong
 
 
-def _reads(exchange: Exchange, stamps: list[int]) -> list[tuple[Any, int]]:
+def _reads(exchange: Finished, stamps: list[int]) -> list[tuple[Any, int]]:
     """Each stamp with the read it came from."""
     found = []
     for stamp in stamps:
         read = min(exchange.reads, key=lambda r: abs((r.kernel_ns or 0) - r.offset_ns - stamp))
         found.append((read, stamp))
     return found
+
+
+def test_a_reader_of_its_own_gets_every_event_right_under_the_same_pauses(tmp_path: Path) -> None:
+    file = tmp_path / "truth.jsonl"
+    over = threading.Event()
+
+    def pauses() -> None:
+        while not over.wait(0.05):
+            hold_interpreter(0.3)
+
+    with spawn(truth=str(file), round_ms=30.0, draft_tokens=0) as server:
+        thread = threading.Thread(target=pauses)
+        thread.start()
+        try:
+            request = Request(60, prompt="hello", seed=1)
+            endpoint = Endpoint(server.url)
+            result = measure_group(endpoint, [request], deadline_s=120, reader="process")
+        finally:
+            over.set()
+            thread.join()
+    (stream,) = result.streams
+    tokens = [event for event in stream.events if event.kind == "token"]
+    assert not any(event.merged for event in tokens)
+    for event, true in zip(tokens, truth(file), strict=True):
+        assert abs(event.t_ns - true) < 1 * MS
+
+
+def test_a_reader_process_ends_with_the_stop_event_and_says_what_failed() -> None:
+    stop = threading.Event()
+    with spawn(round_ms=50.0) as server:
+        timer = threading.Timer(0.8, stop.set)
+        timer.start()
+        with pytest.raises(MeasurementFailed) as failed:
+            measure_group(
+                Endpoint(server.url), [Request(9000, prompt="a")], deadline_s=600, stop=stop,
+                reader="process",
+            )  # fmt: skip
+        timer.join()
+        assert failed.value.kind == "stopped"
+    deadline_ns = time.monotonic_ns() + 10**10
+    calls = [Call("http://127.0.0.1:1/")]
+    with pytest.raises(MeasurementFailed) as failed:
+        read_elsewhere(calls, unix=None, deadline_ns=deadline_ns, stop=None, keep_bytes=False)
+    assert failed.value.kind == "connect"
 
 
 def test_a_stopped_reader_names_what_it_missed(tmp_path: Path) -> None:
@@ -147,7 +193,7 @@ def test_a_stepped_wall_clock_is_noticed_and_the_reads_own_time_used(tmp_path: P
             exchange = Exchange(call, loop.connect(url, deadline))
             loop.run([exchange], deadline_ns=deadline)
             exchange.connection.close()
-    stream = read_stream(exchange, prompt_sha256="0" * 64, max_tokens=20, exact=True)
+    stream = read_stream(exchange.result(), prompt_sha256="0" * 64, max_tokens=20, exact=True)
     assert "clock-stepped" in stream.notes
     tokens = [event for event in stream.events if event.kind == "token"]
     assert {event.source for event in tokens} == {"kernel", "read"}
@@ -162,7 +208,9 @@ def test_a_gigabyte_is_cut_with_flat_memory(how: str) -> None:
     code = """
 import resource, sys
 from pytest_dsv41.errors import MeasurementFailed
+from pytest_dsv41.errors import MeasurementFailed
 from pytest_dsv41.measure import Endpoint, Request, measure_group
+from pytest_dsv41.measure.reader import read_elsewhere
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     measure_group(Endpoint(sys.argv[1]), [Request(8, prompt="a")], deadline_s=40)
