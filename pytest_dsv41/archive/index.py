@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import sqlite3
@@ -27,52 +28,60 @@ from pytest_dsv41.archive.rows import DEFINITION, parse_line, row_key
 
 __all__ = ["Index", "Place", "StaleIndex", "drop_index", "index_path"]
 
-_FORMAT = 1
+_FORMAT = 2
+# Ids are hashes of what they stand for: nothing has to be looked up before a row is added.
 _TABLES = """
 CREATE TABLE bound (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE window (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
-CREATE TABLE start (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
-CREATE TABLE series (
-    id INTEGER PRIMARY KEY, cell TEXT NOT NULL, metric TEXT NOT NULL, UNIQUE (cell, metric)
-);
+CREATE TABLE window (id INTEGER PRIMARY KEY, name TEXT NOT NULL);
 CREATE TABLE definition (
-    id INTEGER PRIMARY KEY, series INTEGER NOT NULL, max_tokens INTEGER NOT NULL,
-    clock_cap_mhz INTEGER NOT NULL, "commit" TEXT NOT NULL, prompt_sha256 TEXT NOT NULL,
-    UNIQUE (series, max_tokens, clock_cap_mhz, "commit", prompt_sha256)
+    id INTEGER PRIMARY KEY, first INTEGER NOT NULL, cell TEXT NOT NULL, metric TEXT NOT NULL,
+    max_tokens INTEGER NOT NULL, clock_cap_mhz INTEGER NOT NULL, "commit" TEXT NOT NULL,
+    prompt_sha256 TEXT NOT NULL
 );
+CREATE INDEX definition_name ON definition (cell, metric);
 CREATE TABLE row (
-    seq INTEGER PRIMARY KEY, offset INTEGER NOT NULL, length INTEGER NOT NULL,
-    series INTEGER NOT NULL, definition INTEGER NOT NULL, window INTEGER NOT NULL,
-    start INTEGER NOT NULL, repeat INTEGER NOT NULL
+    seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, offset INTEGER NOT NULL,
+    length INTEGER NOT NULL, definition INTEGER NOT NULL, window INTEGER NOT NULL
 );
-CREATE UNIQUE INDEX row_key ON row (window, series, start, repeat);
-CREATE INDEX row_definition ON row (definition, window, offset);
+CREATE INDEX row_definition ON row (definition, offset, window);
 """
 # Which column answers a filter on a field; the other fields are compared in the rows themselves.
 COLUMNS = {
     "window": "window.name",
-    "start": "start.name",
-    "repeat": "row.repeat",
-    "cell": "series.cell",
-    "metric": "series.metric",
+    "cell": "definition.cell",
+    "metric": "definition.metric",
     "max_tokens": "definition.max_tokens",
     "clock_cap_mhz": "definition.clock_cap_mhz",
     "commit": 'definition."commit"',
     "prompt_sha256": "definition.prompt_sha256",
 }
-_NATURAL_KEYS = {
-    "window": ("name",),
-    "start": ("name",),
-    "series": ("cell", "metric"),
-    "definition": ("series", "max_tokens", "clock_cap_mhz", '"commit"', "prompt_sha256"),
-}
 _JOINED = """
-FROM definition
-JOIN series ON series.id = definition.series
-JOIN row ON row.definition = definition.id
+FROM row
+JOIN definition ON definition.id = row.definition
 JOIN window ON window.id = row.window
-JOIN start ON start.id = row.start
 """
+_KEYS_AT_ONCE = 500
+
+
+@functools.lru_cache(maxsize=4096)
+def _id(*parts: Any) -> int:
+    """Return 64 bits that stand for the parts of a name; printable parts hold no NUL."""
+    text = "\0".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
+
+
+def _key(key: tuple[Any, ...]) -> bytes:
+    """Return 128 bits that stand for a row's key.
+
+    The first half stands for the window, so that its rows lie together.
+    """
+    window, *rest = key
+    text = "\0".join(map(str, rest)).encode()
+    return _prefix(window) + hashlib.blake2b(text, digest_size=8).digest()
+
+
+def _prefix(window: str) -> bytes:
+    return _id(window).to_bytes(8, "big", signed=True)
 
 
 def index_path(path: Path) -> Path:
@@ -121,10 +130,6 @@ class Index:
     def __init__(self, connection: sqlite3.Connection, *, in_memory: bool) -> None:
         self._db = connection
         self.in_memory = in_memory
-        self._windows: dict[tuple[Any, ...], int | None] = {}
-        self._starts: dict[tuple[Any, ...], int | None] = {}
-        self._series: dict[tuple[Any, ...], int | None] = {}
-        self._definitions: dict[tuple[Any, ...], int | None] = {}
 
     @classmethod
     def open(cls, path: Path) -> Index:
@@ -149,7 +154,6 @@ class Index:
         try:
             connection.execute("PRAGMA synchronous=OFF")
             connection.execute("PRAGMA journal_mode=PERSIST")
-            connection.execute("PRAGMA cache_size=-16000")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version != _FORMAT:
                 connection.execute("BEGIN IMMEDIATE")
@@ -184,7 +188,6 @@ class Index:
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
-            self._forget()
             raise
         self._db.execute("COMMIT")
 
@@ -196,10 +199,6 @@ class Index:
         """End the read transaction, if there is one."""
         if self._db.in_transaction:
             self._db.execute("COMMIT")
-
-    def _forget(self) -> None:
-        for cache in (self._windows, self._starts, self._series, self._definitions):
-            cache.clear()
 
     def _meta(self) -> dict[str, str]:
         return dict(self._db.execute("SELECT key, value FROM bound").fetchall())
@@ -239,7 +238,6 @@ class Index:
                 known = None
             if known is None:
                 self._wipe(self._db)
-                self._forget()
                 known = START
             found = walk(fd, name, known, sink=lambda lines: self._add_lines(name, lines))
             # With something dangling at its end the file is never taken on trust: an appender
@@ -271,7 +269,7 @@ class Index:
         for seq, _, line in lines:
             row = parse_line(line, f"{name}: line {seq}", seq)
             key = row_key(row)
-            place = self.find_key(key)
+            place = self.find_keys([key]).get(key)
             first = seen.setdefault(key, seq if place is None else place.seq)
             if first != seq:
                 raise ChainBroken(
@@ -284,65 +282,33 @@ class Index:
     def add(self, rows: Iterable[tuple[int, int, int, Mapping[str, Any]]]) -> None:
         """Add rows as (seq, offset, length, fields)."""
         records = []
-        definitions: dict[tuple[Any, ...], tuple[int, int]] = {}
+        definitions: dict[int, tuple[Any, ...]] = {}
+        windows: dict[int, str] = {}
         for seq, offset, length, row in rows:
-            names = tuple([row[field] for field in DEFINITION])
-            ids = definitions.get(names)
-            if ids is None:
-                series = self._id("series", self._series, names[:2])
-                number = self._id("definition", self._definitions, (series, *names[2:]))
-                ids = definitions[names] = (series, number)
-            window = self._id("window", self._windows, (row["window"],))
-            start = self._id("start", self._starts, (row["start"],))
-            records.append((seq, offset, length, *ids, window, start, row["repeat"]))
-        self._db.executemany("INSERT INTO row VALUES (?, ?, ?, ?, ?, ?, ?, ?)", records)
-
-    def _known(
-        self, table: str, cache: dict[tuple[Any, ...], int | None], values: tuple[Any, ...]
-    ) -> int | None:
-        """Return the id of a name, None if it has none; asked once in a transaction."""
-        if values not in cache:
-            where = " AND ".join(f"{name} = ?" for name in _NATURAL_KEYS[table])
-            found = self._db.execute(
-                f"SELECT id FROM {table} WHERE {where}",  # noqa: S608 - our own names
-                values,
-            ).fetchone()
-            cache[values] = found[0] if found else None
-        return cache[values]
-
-    def _id(
-        self, table: str, cache: dict[tuple[Any, ...], int | None], values: tuple[Any, ...]
-    ) -> int:
-        """Return the id of a name, given now if it has none."""
-        known = self._known(table, cache, values)
-        if known is None:
-            names = _NATURAL_KEYS[table]
-            marks = ", ".join("?" for _ in names)
-            known = self._db.execute(
-                f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})",  # noqa: S608
-                values,
-            ).lastrowid
-            cache[values] = known
-        if known is None:
-            raise sqlite3.DatabaseError(f"{table}: no id was given")
-        return known
-
-    def find_key(self, key: tuple[Any, ...]) -> Place | None:
-        """Return where the row of a key (window, cell, metric, start, repeat) stands."""
-        window, cell, metric, start, repeat = key
-        ids = (
-            self._known("window", self._windows, (window,)),
-            self._known("series", self._series, (cell, metric)),
-            self._known("start", self._starts, (start,)),
+            named = tuple([row[field] for field in DEFINITION])
+            definition, window = _id(*named), _id(row["window"])
+            definitions.setdefault(definition, (definition, seq, *named))
+            windows[window] = row["window"]
+            records.append((seq, _key(row_key(row)), offset, length, definition, window))
+        self._db.executemany("INSERT OR IGNORE INTO window VALUES (?, ?)", windows.items())
+        self._db.executemany(
+            "INSERT OR IGNORE INTO definition VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            definitions.values(),
         )
-        if None in ids:
-            return None
-        found = self._db.execute(
-            "SELECT seq, offset, length FROM row"
-            " WHERE window = ? AND series = ? AND start = ? AND repeat = ?",
-            (*ids, repeat),
-        ).fetchone()
-        return Place(*found) if found else None
+        self._db.executemany("INSERT INTO row VALUES (?, ?, ?, ?, ?, ?)", records)
+
+    def find_keys(self, keys: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], Place]:
+        """Return where the rows of keys (window, cell, metric, start, repeat) stand."""
+        wanted = {_key(key): key for key in keys}
+        found = {}
+        for some in _some(list(wanted), _KEYS_AT_ONCE):
+            marks = ", ".join("?" for _ in some)
+            for key, *place in self._db.execute(
+                f"SELECT key, seq, offset, length FROM row WHERE key IN ({marks})",  # noqa: S608
+                some,
+            ):
+                found[wanted[key]] = Place(*place)
+        return found
 
     def place(self, seq: int) -> Place | None:
         """Return where the row of a number stands."""
@@ -366,27 +332,31 @@ class Index:
         They come in the order of their first rows.
         """
         condition, values = _condition(where)
-        if where.keys() <= set(DEFINITION):
-            # Every definition has rows: none of them needs to be looked at.
-            rows = "FROM definition JOIN series ON series.id = definition.series"
-        else:
-            rows = _JOINED
+        # Every definition has rows: as long as only its own fields are asked for, none of them
+        # needs to be looked at.
+        rows = "FROM definition" if where.keys() <= set(DEFINITION) else _JOINED
         found = self._db.execute(
-            "SELECT DISTINCT definition.id, series.cell, series.metric, definition.max_tokens,"
-            ' definition.clock_cap_mhz, definition."commit", definition.prompt_sha256'
-            f" {rows} {condition} ORDER BY definition.id",
+            "SELECT DISTINCT definition.id, definition.cell, definition.metric,"
+            " definition.max_tokens, definition.clock_cap_mhz,"
+            ' definition."commit", definition.prompt_sha256'
+            f" {rows} {condition} ORDER BY definition.first",
             values,
         )
         return [(row[0], dict(zip(DEFINITION, row[1:], strict=True))) for row in found]
 
     def offsets(self, definition: int) -> list[tuple[int, int, str]]:
-        """Return (seq, offset, window) of a definition's rows, window by window."""
+        """Return (seq, offset, window) of a definition's rows, in file order."""
         return self._db.execute(
             "SELECT row.seq, row.offset, window.name FROM row"
             " JOIN window ON window.id = row.window WHERE row.definition = ?"
-            " ORDER BY row.window, row.offset",
+            " ORDER BY row.offset",
             (definition,),
         ).fetchall()
+
+
+def _some(keys: list[bytes], size: int) -> Iterator[list[bytes]]:
+    for first in range(0, len(keys), size):
+        yield keys[first : first + size]
 
 
 def _condition(where: Mapping[str, Sequence[Any]]) -> tuple[str, list[Any]]:
@@ -395,4 +365,9 @@ def _condition(where: Mapping[str, Sequence[Any]]) -> tuple[str, list[Any]]:
     for field, allowed in where.items():
         parts.append(f"{COLUMNS[field]} IN ({', '.join('?' for _ in allowed)})")
         values += allowed
+    windows = where.get("window")
+    if windows:
+        parts.append(f"({' OR '.join('row.key BETWEEN ? AND ?' for _ in windows)})")
+        for window in windows:
+            values += [_prefix(str(window)) + b"\0" * 8, _prefix(str(window)) + b"\xff" * 8]
     return ("WHERE " + " AND ".join(parts) if parts else ""), values

@@ -204,14 +204,11 @@ def _append(
     # One transaction for all look-ups: each on its own would lock the index's file again.
     with index.transaction():
         _refuse_rollback(archive, end, checkpoints, lambda head: _sha_of(fd, index, head.rows))
-        fresh = []
-        for key, row in batch.items():
-            place = index.find_key(key)
-            if place is None:
-                fresh.append(row)
-            else:
-                there = line_fields(_line(fd, place))
-                _refuse_conflict(archive.name, row, there, f"line {place.seq}")
+        known = index.find_keys(batch)
+        for key, place in known.items():
+            there = line_fields(_line(fd, place))
+            _refuse_conflict(archive.name, batch[key], there, f"line {place.seq}")
+    fresh = [row for key, row in batch.items() if key not in known]
     if not fresh:
         # Rows that a killed appender left may be in the page cache only: acknowledge after a sync.
         disk.sync(fd)

@@ -190,8 +190,8 @@ def test_where_picks_by_any_field_and_refuses_unknown_ones(tmp_path: Path) -> No
     assert archive_rows(archive, {"date": ["20261024", "20261021"], "start": "C1"}) == [rows[1]]
     assert archive_rows(archive, {"repeat": []}) == []
     assert archive_rows(archive, {"clock_source": "none"}) == []
-    with pytest.raises(ArchiveError, match="where: repeat: must be a text or an integer"):
-        archive_rows(archive, {"repeat": 10**40})
+    with pytest.raises(ArchiveError, match="where: max_tokens: must be a text or an integer"):
+        archive_rows(archive, {"max_tokens": 10**40})
     with pytest.raises(ArchiveError, match="where: 'clock': unknown field; valid: cell, metric"):
         archive_rows(archive, {"clock": 2150})
 
