@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +204,34 @@ def test_an_untouched_archive_verifies_and_says_what_cannot_be_seen(
     assert (found.ok, found.notes) == (True, ())
     found = verify_archive(archive, [Checkpoint(heads[1], "s")])
     assert found.notes == ("3 row(s) are newer than the newest checkpoint (row 7)",)
+
+
+def test_any_byte_that_is_changed_added_or_lost_is_found_at_its_line(tmp_path: Path) -> None:
+    archive = tmp_path / "a.jsonl"
+    build(archive)
+    data = archive.read_bytes()
+    chance = random.Random(3)
+    for _ in range(150):
+        place = chance.randrange(len(data))
+        line = data[:place].count(b"\n") + 1
+        other = bytes([data[place] ^ chance.randrange(1, 256)])
+        for changed in (
+            data[:place] + other + data[place + 1 :],
+            data[:place] + other + data[place:],
+            data[:place] + data[place + 1 :],
+        ):
+            if changed in (data, data[:-1] + b"\n"):
+                continue
+            archive.write_bytes(changed)
+            found = verify_archive(archive)
+            # The NUL of an append that was never committed is the one byte that is no fault.
+            if found.ok:
+                assert changed[changed.rindex(b"\n", 0, place) + 1 : place + 1] == b"\0"
+                assert line == 9
+                continue
+            where = found.findings[0].line
+            assert where is not None
+            assert line - 1 <= where <= line + 1
 
 
 def test_a_cut_where_an_append_ended_needs_a_checkpoint(tmp_path: Path) -> None:
