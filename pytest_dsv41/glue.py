@@ -481,10 +481,10 @@ class WindowPlugin:
                 if run.opened:
                     self._close(run)
             except BaseException as error:  # noqa: BLE001 - what is left is said, and the keeper acts
-                self.code = 20
+                self.code = 21 if run.production_is_back else 20
                 self.notes.append(
-                    f"the close ended with {type(error).__name__}: {one_line(str(error))}; the "
-                    f"keeper goes on: dsv41 status --campaign {self.spec.campaign}"
+                    f"ALERT: the close ended with {type(error).__name__}: {one_line(str(error))}; "
+                    f"the keeper tries again: dsv41 status --campaign {self.spec.campaign}"
                 )
             finally:
                 self._erase()

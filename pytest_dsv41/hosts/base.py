@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import re
@@ -53,12 +54,15 @@ class CommandLog:
         self.folder = folder
         self._lock = threading.Lock()
 
-    def write(self, name: str, lines: list[str]) -> Path:
-        """Write one command's record and return its path."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def write(self, name: str, lines: list[str]) -> None:
+        """Write one command's record.
+
+        A full disk loses the record and nothing else: the command has run, and what follows it may
+        be what brings production back.
+        """
         safe = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:64] or "command"
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
             taken = [int(p.name[:4]) for p in self.folder.glob("[0-9][0-9][0-9][0-9]-*.log")]
             path = self.folder / f"{max(taken, default=0) + 1:04d}-{safe}.log"
             write_atomic(path, visible("\n".join(lines), 1_000_000) + "\n")
-        return path

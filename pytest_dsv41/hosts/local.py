@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import psutil
 
@@ -33,6 +33,15 @@ _NOT_INHERITED: Final = ("PYTEST_", "DSV41_", "COV_", "COVERAGE_")
 def boottime() -> float:
     """Seconds since boot, suspend included: comparable between processes of one boot."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _sink(output: Path) -> BinaryIO:
+    """Open a server's log for appending; a full disk must not keep the server from starting."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return output.open("ab")
+    except OSError:
+        return Path(os.devnull).open("ab")
 
 
 class LocalHost:
@@ -119,8 +128,7 @@ class LocalHost:
         Raises:
             CommandFailed: the program could not be started.
         """
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("ab") as sink:
+        with _sink(output) as sink:
             try:
                 child = subprocess.Popen(
                     list(argv),

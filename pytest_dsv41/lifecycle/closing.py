@@ -9,12 +9,13 @@ were proved, the intent only after the watch has passed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import Dsv41Error, RefusedByWorld
+from ..errors import Dsv41Error, RefusedByWorld, TransportError
 from ..hosts import Probe
 from ..targets import Target
 from ..text import one_line
@@ -104,10 +105,14 @@ class _Closer:
             self.restore(intent, stopped)
         if self.target.ephemeral:
             self.attempt("production-end", self.target.end_production)
+        self.attempt("leftovers", self.none_left)
+        return self.result
+
+    def none_left(self) -> None:
+        """Nothing of the window may live on."""
         left = self.target.leftovers()
         if left:
-            self.result.errors.append(f"still alive: {', '.join(left)}")
-        return self.result
+            raise TransportError(f"still alive: {', '.join(left)}")
 
     def untouched(self) -> None:
         """Production was never taken down: only the own HOLD has to go."""
@@ -132,7 +137,7 @@ class _Closer:
             return
         if not stopped or not self.quiet():
             return
-        if intent.phase != "RESTORING":
+        with contextlib.suppress(OSError):
             write_intent(self.campaign, dataclasses.replace(intent, phase="RESTORING"))
         self.progress("restore: production starts", 0.0)
         if not self.attempt("restore-start", self.target.start_production):
@@ -159,11 +164,21 @@ class _Closer:
 
     def quiet(self) -> bool:
         """No start of ours may live when production starts (SAFETY I7)."""
-        problems = [p for p in self.target.quiet_problems() if "production" not in p]
+        try:
+            problems = self.target.live_experiments()
+        except Exception as error:  # noqa: BLE001 - a target of the user's own; unseen is not quiet
+            problems = [one_line(f"cannot tell: {error}")]
         if problems:
             self.fail(FAILED, f"production is not started beside an experiment: {problems[0]}")
             return False
         return True
+
+    def down(self) -> bool:
+        """Whether production is down, or cannot be seen."""
+        try:
+            return self.target.probe().state is not Probe.UP
+        except Exception:  # noqa: BLE001 - a target of the user's own; unseen is not up
+            return True
 
     def verified(self, intent: Intent) -> bool:
         """The six answers, strictly."""
@@ -184,7 +199,7 @@ class _Closer:
             "reason": "" if ok else self.result.errors[-1],
         }
         if not ok:
-            self.result.production_down = self.target.probe().state is not Probe.UP
+            self.result.production_down = self.down()
             self.result.alerts.append(
                 f"production is started but not verified: {self.result.errors[-1]}; "
                 "the HOLD and the intent stay"
@@ -209,7 +224,7 @@ class _Closer:
         ok = self.attempt("watch", act)
         self.result.watch = {"status": "PASS" if ok else "FAIL", **seen}
         if not ok:
-            self.result.production_down = self.target.probe().state is not Probe.UP
+            self.result.production_down = self.down()
             self.result.alerts.append(
                 f"the watch failed: {self.result.errors[-1]}; the intent stays"
             )
@@ -217,7 +232,7 @@ class _Closer:
 
     def fail(self, status: str, reason: str) -> None:
         self.result.restore = {"status": status, "reason": reason}
-        self.result.production_down = self.target.probe().state is not Probe.UP
+        self.result.production_down = self.down()
         if reason not in self.result.errors:
             self.result.errors.append(reason)
 

@@ -143,6 +143,11 @@ class WindowRun:
         """The HOLD file of the target."""
         return Hold(self.target.hold_path())
 
+    @property
+    def production_is_back(self) -> bool:
+        """Whether the close has given production back, whatever failed after it."""
+        return self._closed is not None and not self._closed.production_down
+
     # -- open --------------------------------------------------------------------------------------
 
     def open(self) -> None:

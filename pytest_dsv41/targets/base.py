@@ -154,6 +154,9 @@ class Target(Protocol):
     def stop_all(self) -> None:
         """End everything that any start of this window has left; idempotent."""
 
+    def live_experiments(self) -> list[str]:
+        """What of this window's starts lives or is not proved dead; production is not looked at."""
+
     def quiet_problems(self) -> list[str]:
         """Why the machines are not proved quiet; empty means proved."""
 

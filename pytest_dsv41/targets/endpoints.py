@@ -125,6 +125,10 @@ class EndpointsTarget:
     def stop_all(self) -> None:
         """Nothing is stopped."""
 
+    def live_experiments(self) -> list[str]:
+        """The servers are not this window's."""
+        return []
+
     def quiet_problems(self) -> list[str]:
         """The machines are not this window's to judge."""
         return []

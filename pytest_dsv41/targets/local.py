@@ -235,16 +235,24 @@ class LocalTarget:
             grace_s=self._limit("stop_s", 60.0),
         )
 
-    def quiet_problems(self) -> list[str]:
-        """Both ports must refuse a connection and no process of a start may live."""
+    def live_experiments(self) -> list[str]:
+        """No process of a start may live, and the experiment port must refuse a connection."""
         problems = [f"{process} of {self._scope} lives" for process in self._experiment_processes()]
-        for what, port in (
-            ("production", self._production_port),
-            ("experiment", self._experiment_port),
-        ):
-            state = self._host.port(port)
-            if state is not Probe.DOWN:
-                problems.append(f"the {what} port {port} is {state.value}, not closed")
+        state = self._host.port(self._experiment_port)
+        if state is not Probe.DOWN:
+            problems.append(
+                f"the experiment port {self._experiment_port} is {state.value}, not closed"
+            )
+        return problems
+
+    def quiet_problems(self) -> list[str]:
+        """As `live_experiments`, and production's port must refuse a connection too."""
+        problems = self.live_experiments()
+        state = self._host.port(self._production_port)
+        if state is not Probe.DOWN:
+            problems.append(
+                f"the production port {self._production_port} is {state.value}, not closed"
+            )
         return problems
 
     def leftovers(self) -> list[str]:

@@ -2,11 +2,13 @@
 
 FAULT_AT is `<step>:<event>` of the journal (`start:K1:begin`), or `cell:<item id>` for the moment
 before the item's call. FAULT_DO is a signal's name, sent to this process; a name twice, with a
-comma, sends it again 0.2 s later; or `raise`, `exit`, `halt`, `keeper` (kills the keeper).
+comma, sends it again 0.2 s later; or `raise`, `exit`, `halt`, `keeper` (kills the
+keeper), `full` (from now on this process finds the disk full).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -14,6 +16,8 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+
+from pytest_dsv41 import durable
 
 AT = os.environ.get("FAULT_AT", "")
 DO = os.environ.get("FAULT_DO", "")
@@ -32,6 +36,13 @@ def _act() -> None:
         for child in psutil.Process().children():
             if "keeper" in child.cmdline():
                 child.kill()
+        return
+    if DO == "full":
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        durable._write_all = full
         return
     if DO == "halt":
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -16,6 +16,7 @@ from .running import (
     command,
     environment,
     keepers,
+    leftovers,
     run,
     status,
     wait_for_keepers,
@@ -133,6 +134,19 @@ def test_a_halted_process_is_the_keepers_case_at_the_deadline(tmp_path: Path) ->
     assert_ended_well(ended)
     assert ended.returncode == -signal.SIGKILL
     assert "halted past the window's deadline" in ended.summary["stopped"]
+
+
+@pytest.mark.parametrize("at", ["cell:K1-decode-b1-r1", "quiet:K2:end", "restore-start:begin"])
+def test_a_full_disk_never_keeps_production_down(at: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, at=at, do="full")
+    # The session could write no summary and said so; the keeper, who could, ended the window.
+    assert ended.returncode == 21, ended.output
+    assert "No space left on device" in ended.output
+    assert not (tmp_path / "HOLD").exists()
+    assert not (tmp_path / "intent.json").exists()
+    assert leftovers(tmp_path) == []
+    assert status(tmp_path)[0] == 0
+    assert ended.summary["stopped"] == "the measuring process died"
 
 
 def test_a_dead_keeper_is_replaced_before_the_next_start(tmp_path: Path) -> None:
