@@ -425,6 +425,7 @@ def control_rows(
 class Backfill:
     """What a backfill did: per window the rows it found and the rows that were new."""
 
+    archive: Path
     head: Head
     windows: tuple[tuple[str, int, int], ...]
     refused: tuple[str, ...]
@@ -457,7 +458,7 @@ def backfill(
         before = head.rows
         head = archive_append(archive, _unless_known(archive, rows))
         done.append((window_id(folder), len(rows), head.rows - before))
-    return Backfill(head, tuple(done), tuple(refused))
+    return Backfill(Path(archive), head, tuple(done), tuple(refused))
 
 
 def _unless_known(archive: Folder, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,12 +12,15 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..text import one_line
 
-__all__ = ["HELP", "configure", "run"]
+if TYPE_CHECKING:
+    from ..archive.history import Backfill
+
+__all__ = ["HELP", "clock_arguments", "configure", "print_backfill", "run"]
 
 HELP = "the control archive: head, append, verify, query, spread, plot, migrate"
 
@@ -61,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="append although the archive lacks rows that the campaign's summaries know",
     )
-    _clock(append)
+    clock_arguments(append)
 
     verify = action(
         "verify", "verify the chain, and with checkpoints that nothing is missing", _verify
@@ -113,7 +116,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     migrate.add_argument(
         "--prompts", metavar="FILE", help='v3: JSON {"<window>": {"<cell>": "<prompt sha256>"}}'
     )
-    _clock(migrate)
+    clock_arguments(migrate)
     migrate.add_argument("--apply", action="store_true", help="replace the file, keep the old copy")
     migrate.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -128,7 +131,8 @@ def _archive(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _clock(parser: argparse.ArgumentParser) -> None:
+def clock_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add how a start's clock cap is proved."""
     parser.add_argument(
         "--clock-log", metavar="FILE", help="'<UTC> <MHz>' lines, for starts without a start log"
     )
@@ -211,12 +215,17 @@ def _append(args: argparse.Namespace) -> int:
             hosts=args.hosts,
             checkpoints=[point.head for point in known],
         )
-        for window, rows, new in done.windows:
-            print(one_line(f"{window}: {rows} control rows, {new} new, in {archive}", 500))
-        for reason in done.refused:
-            print("  " + one_line(f"left out: {reason}", 500))
-        print(f"head: {done.head.rows} rows, {done.head.sha256}")
+        print_backfill(done)
     return 0
+
+
+def print_backfill(done: Backfill) -> None:
+    """Print what each window gave, what was left out, and the archive's new head."""
+    for window, rows, new in done.windows:
+        print(one_line(f"{window}: {rows} control rows, {new} new, in {done.archive}", 500))
+    for reason in done.refused:
+        print("  " + one_line(f"left out: {reason}", 500))
+    print(f"head: {done.head.rows} rows, {done.head.sha256}")
 
 
 def _verify(args: argparse.Namespace) -> int:

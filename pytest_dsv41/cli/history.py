@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..text import one_line
+from .archive import clock_arguments, print_backfill
 
 if TYPE_CHECKING:
     from ..decision_v2 import Decision
@@ -34,12 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fill.set_defaults(work=_backfill)
     fill.add_argument("--archive", metavar="FILE", required=True, help="the archive's file")
     fill.add_argument("folders", metavar="WINDOW", nargs="+", help="window folders")
-    fill.add_argument(
-        "--clock-log", metavar="FILE", help="'<UTC> <MHz>' lines, for starts without a start log"
-    )
-    fill.add_argument(
-        "--hosts", metavar="N", type=int, default=2, help="hosts of a start (default: %(default)s)"
-    )
+    clock_arguments(fill)
     again = actions.add_parser(
         "reanalyze", help="decide an old window again, one decision per arm", allow_abbrev=False
     )
@@ -78,11 +74,7 @@ def _backfill(args: argparse.Namespace) -> int:
     from ..archive.history import backfill
 
     done = backfill(args.archive, args.folders, clock_log=args.clock_log, hosts=args.hosts)
-    for window, rows, new in done.windows:
-        print(one_line(f"{window}: {rows} control rows, {new} new", 400))
-    for reason in done.refused:
-        print("  " + one_line(f"left out: {reason}", 500))
-    print(f"head: {done.head.rows} rows, {done.head.sha256}")
+    print_backfill(done)
     return 0
 
 
