@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ..durable import dump_json
 from ..errors import UsageError
 from ..text import one_line
-from .advice import check_advice
+from .advice import MODERATED, WIDENED, check_advice
 from .schedule import Start, layout
 from .source import choices, shown
 from .spec import WindowSpec
@@ -423,6 +423,9 @@ def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
         lines += ["", "what the repeats can show:"]
         for row in _designs(plan, spreads):
             lines += _design_lines(row, alone=len(window.candidates) == 1)
+    registered = {MODERATED: window.advice.moderated, WIDENED: window.advice.widened_aa}
+    if advice := [name for name, given in registered.items() if given]:
+        lines += ["", f"advice: {', '.join(advice)}; it decides nothing"]
     starts = (
         f"{estimate.starts_s:.0f} s for starts"
         if estimate.starts_s is not None
