@@ -82,7 +82,7 @@ def run(
         text=True,
         start_new_session=True,
     ) as process:
-        output, _ = process.communicate(timeout=PATIENCE_S)
+        output, _ = process.communicate(timeout=patience_s)
     wait_for_keepers(campaign)
     return Ended(process.returncode, output, campaign)
 
