@@ -1,4 +1,8 @@
-"""What a plugin or a conftest.py can add to a window."""
+"""What a plugin or a conftest.py can add to a window.
+
+Targets, engines and metrics are asked for while pytest configures itself: by an installed plugin,
+by `-p MODULE`, or by the conftest.py of the folder in which pytest is started.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +37,16 @@ def pytest_dsv41_targets() -> Mapping[str, TargetFactory]:  # type: ignore[empty
 
     ::
 
-        # rack.py, an importable module
+        # rack.py
+        from pytest_dsv41.targets import local_target
+
         def rack_target(table, context):
-            return RackTarget(table, context)
+            return local_target({**table, "kind": "local"}, context)
 
         # conftest.py
         def pytest_dsv41_targets():
             from rack import rack_target
+
             return {"rack": rack_target}
     """
 
@@ -50,8 +57,16 @@ def pytest_dsv41_engines() -> Mapping[str, Engine]:  # type: ignore[empty-body]
 
     ::
 
+        # my_engine.py
+        from pytest_dsv41.engines import Vllm
+
+        class MyEngine(Vllm):
+            name = "mine"
+
+        # conftest.py
         def pytest_dsv41_engines():
             from my_engine import MyEngine
+
             return {"mine": MyEngine()}
     """
 
@@ -62,10 +77,16 @@ def pytest_dsv41_metrics() -> Sequence[Metric]:  # type: ignore[empty-body]
 
     ::
 
+        # conftest.py
         def pytest_dsv41_metrics():
             from pytest_dsv41.measure import Metric
-            return [Metric(name="joules_per_token", unit="J", lower_is_better=True,
-                           source="the power meter", needs_speculation=False, doc="energy")]
+
+            return [
+                Metric(
+                    name="joules_per_token", unit="J", lower_is_better=True,
+                    source="power meter", needs_speculation=False, doc="energy for one token",
+                )
+            ]
     """
 
 
@@ -79,9 +100,11 @@ def pytest_dsv41_rules() -> Mapping[  # type: ignore[empty-body]
 
     ::
 
+        # conftest.py
         def pytest_dsv41_rules():
             def count(plan, values):
                 return [f"{len(values)} of {len(plan.items)} items have a row"]
+
             return {"count": count}
     """
 
@@ -92,9 +115,11 @@ def pytest_dsv41_reporters() -> Mapping[str, Callable[[Path], None]]:  # type: i
 
     ::
 
+        # conftest.py
         def pytest_dsv41_reporters():
             def mail(folder):
                 (folder / "mail.txt").write_text((folder / "summary.json").read_text())
+
             return {"mail": mail}
     """
 
@@ -107,6 +132,8 @@ def pytest_dsv41_step(name: str, event: str) -> None:
 
     ::
 
+        # conftest.py
         def pytest_dsv41_step(name, event):
-            print(name, event)
+            with open("steps.txt", "a") as file:
+                print(name, event, file=file)
     """
