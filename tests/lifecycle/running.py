@@ -68,7 +68,12 @@ def environment(at: str = "", do: str = "") -> dict[str, str]:
 
 
 def run(
-    campaign: Path, *words: str, at: str = "", do: str = "", window: str = "demo-tiny"
+    campaign: Path,
+    *words: str,
+    at: str = "",
+    do: str = "",
+    window: str = "demo-tiny",
+    patience_s: float = PATIENCE_S,
 ) -> Ended:
     """Run a window to its end, and wait for a keeper that had to take over."""
     campaign.mkdir(exist_ok=True)

@@ -66,9 +66,7 @@ def _cases() -> list[object]:
     sample = {
         ("start:K1:begin", "SIGTERM"),
         ("cell:I1-decode-b1-r1", "SIGINT,SIGINT"),
-        ("restore-start:begin", "SIGTSTP"),
         ("production-stop:end", "SIGKILL"),
-        ("watch:begin", "SIGKILL"),
     }
     cases = []
     for at in (*UNTOUCHED, *TOUCHED, *CLOSING):
@@ -98,6 +96,7 @@ def test_a_signal_at_any_phase_brings_production_back(at: str, do: str, tmp_path
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", ["raise", "exit"])
 @pytest.mark.parametrize("at", ["cell:K1-decode-b1-r1", "start:I1:begin", "production-stop:end"])
 def test_an_exception_on_the_way_brings_production_back(at: str, do: str, tmp_path: Path) -> None:
@@ -107,7 +106,7 @@ def test_an_exception_on_the_way_brings_production_back(at: str, do: str, tmp_pa
     assert ended.summary["status"] == "INCOMPLETE"
 
 
-@pytest.mark.parametrize("word", ["-x", "--maxfail=1"])
+@pytest.mark.parametrize("word", ["-x", pytest.param("--maxfail=1", marks=pytest.mark.slow)])
 def test_stopping_at_the_first_failure_brings_production_back(word: str, tmp_path: Path) -> None:
     ended = run(tmp_path, word, at="cell:K1-decode-b1-r1", do="raise")
     assert_ended_well(ended)
@@ -118,6 +117,7 @@ def test_stopping_at_the_first_failure_brings_production_back(word: str, tmp_pat
     ]
 
 
+@pytest.mark.slow
 def test_a_hostile_plugin_at_the_sessions_end_changes_nothing(tmp_path: Path) -> None:
     ended = run(tmp_path, at="sessionfinish", do="raise")
     assert_ended_well(ended)
@@ -126,6 +126,7 @@ def test_a_hostile_plugin_at_the_sessions_end_changes_nothing(tmp_path: Path) ->
     assert "a hostile plugin" in ended.output
 
 
+@pytest.mark.slow
 def test_a_halted_process_is_the_keepers_case_at_the_deadline(tmp_path: Path) -> None:
     window = tmp_path / "halt.toml"
     shipped = Path(__file__).parents[2] / "pytest_dsv41/window/examples/demo-tiny.toml"
@@ -136,6 +137,7 @@ def test_a_halted_process_is_the_keepers_case_at_the_deadline(tmp_path: Path) ->
     assert "halted past the window's deadline" in ended.summary["stopped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["cell:K1-decode-b1-r1", "quiet:K2:end", "restore-start:begin"])
 def test_a_full_disk_never_keeps_production_down(at: str, tmp_path: Path) -> None:
     ended = run(tmp_path, at=at, do="full")
@@ -149,6 +151,7 @@ def test_a_full_disk_never_keeps_production_down(at: str, tmp_path: Path) -> Non
     assert ended.summary["stopped"] == "the measuring process died"
 
 
+@pytest.mark.slow
 def test_a_dead_keeper_is_replaced_before_the_next_start(tmp_path: Path) -> None:
     ended = run(tmp_path, at="start:K1:end", do="keeper")
     assert_ended_well(ended)

@@ -109,7 +109,11 @@ def test_a_server_killed_in_mid_cell_fails_the_cell_and_production_comes_back(
 
 
 @pytest.mark.parametrize(
-    ("words", "limits"), [(("--timeout=1",), ""), ((), "item_s = 1.0")], ids=["timeout", "limits"]
+    ("words", "limits"),
+    [
+        pytest.param(("--timeout=1",), "", id="timeout", marks=pytest.mark.slow),
+        pytest.param((), "item_s = 1.0", id="limits"),
+    ],
 )
 def test_an_items_deadline_ends_the_item_and_reaches_no_restore(
     words: tuple[str, ...], limits: str, tmp_path: Path
@@ -133,6 +137,7 @@ def test_an_items_deadline_ends_the_item_and_reaches_no_restore(
     assert set(outcomes.values()) == {"measured"}
 
 
+@pytest.mark.slow
 def test_a_debugger_is_bounded_by_the_windows_deadline(tmp_path: Path) -> None:
     window = own_cell(tmp_path, "breakpoint()\nmeasure()", limits="window_s = 8")
     campaign = tmp_path / "out"
@@ -178,6 +183,7 @@ def test_the_same_decision_comes_from_the_folder_alone_after_a_move(tmp_path: Pa
     assert again["status"] == summary["status"] == "CANDIDATE"
 
 
+@pytest.mark.slow
 def test_a_deselected_decision_item_is_never_a_candidate(tmp_path: Path) -> None:
     ended = run(tmp_path, "-k", "not I2-decode-b1-r1")
     assert_ended_well(ended)
@@ -185,6 +191,7 @@ def test_a_deselected_decision_item_is_never_a_candidate(tmp_path: Path) -> None
     assert ended.summary["promotion"] is None
 
 
+@pytest.mark.slow
 def test_every_control_repeat_is_in_the_archive_once(tmp_path: Path) -> None:
     ended = run(tmp_path)
     rows = [json.loads(s) for s in (tmp_path / "control-archive.jsonl").read_text().splitlines()]

@@ -29,8 +29,11 @@ def ab(folder: Path, *words: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("candidate_ms", "code", "status"),
-    [(7.36, 0, "CANDIDATE"), (8.0, 10, "INCONCLUSIVE"), (8.64, 11, "NOT A CANDIDATE")],
-    ids=["faster", "same", "slower"],
+    [
+        pytest.param(7.36, 0, "CANDIDATE", id="faster"),
+        pytest.param(8.0, 10, "INCONCLUSIVE", id="same", marks=pytest.mark.slow),
+        pytest.param(8.64, 11, "NOT A CANDIDATE", id="slower", marks=pytest.mark.slow),
+    ],
 )
 def test_a_known_effect_of_8_percent_is_found(
     candidate_ms: float, code: int, status: str, tmp_path: Path
