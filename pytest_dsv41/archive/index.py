@@ -19,6 +19,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ JOIN definition ON definition.id = row.definition
 JOIN window ON window.id = row.window
 """
 _KEYS_AT_ONCE = 500
+_definition_of = itemgetter(*DEFINITION)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,6 +72,7 @@ def _id(*parts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
 
 
+@functools.lru_cache(maxsize=4096)
 def _key(key: tuple[Any, ...]) -> bytes:
     """Return 128 bits that stand for a row's key.
 
@@ -285,9 +288,10 @@ class Index:
         definitions: dict[int, tuple[Any, ...]] = {}
         windows: dict[int, str] = {}
         for seq, offset, length, row in rows:
-            named = tuple([row[field] for field in DEFINITION])
+            named = _definition_of(row)
             definition, window = _id(*named), _id(row["window"])
-            definitions.setdefault(definition, (definition, seq, *named))
+            if definition not in definitions:
+                definitions[definition] = (definition, seq, *named)
             windows[window] = row["window"]
             records.append((seq, _key(row_key(row)), offset, length, definition, window))
         self._db.executemany("INSERT OR IGNORE INTO window VALUES (?, ?)", windows.items())

@@ -23,7 +23,8 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import date as _date
 from functools import lru_cache
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from pytest_dsv41.archive.errors import ChainBroken, RowRefused
 from pytest_dsv41.text import one_line
@@ -76,9 +77,13 @@ def prompt_identity(hashes: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(members).encode()).hexdigest()
 
 
+_key_of = itemgetter(*KEY)
+
+
 def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what makes a row the same row: window, cell, metric, start, repeat."""
-    return tuple(row[field] for field in KEY)
+    key: tuple[Any, ...] = _key_of(row)
+    return key
 
 
 def _show(value: object) -> str:
@@ -201,11 +206,6 @@ def _refuse(field: str, value: object) -> None:
         raise _Wrong(wrong)
 
 
-# Rows repeat their texts and integers, so what passed is not checked again. What did not pass
-# raises and is therefore not kept, however long it is. Typed: True is not 1.
-_accept = lru_cache(maxsize=4096, typed=True)(_refuse)
-
-
 def _plain(value: Any) -> Any:
     """Return the value as JSON's own types, so that equal rows have equal bytes."""
     if isinstance(value, list | tuple):
@@ -238,12 +238,8 @@ def normalise(row: Mapping[str, Any], where: str = "row") -> dict[str, Any]:
         if field in row:
             value = row[field]
             try:
-                if type(value) is str or type(value) is int:
-                    _accept(field, value)
-                    plain[field] = value
-                else:
-                    _refuse(field, value)
-                    plain[field] = _plain(value)
+                _refuse(field, value)
+                plain[field] = _plain(value)
             except _Wrong as wrong:
                 raise RowRefused(f"{where}: {field}: {wrong}, got {_show(value)}") from None
     if len(plain) + ("schema" in row) != len(row):
@@ -274,6 +270,71 @@ def _unknown(row: Mapping[str, Any], where: str) -> RowRefused:
     return RowRefused(f"{where}: {_show(field)}: unknown field; valid: {', '.join(FIELDS)}")
 
 
+class Prepared(NamedTuple):
+    """A checked row, its key, and its fields as they stand in the line."""
+
+    row: dict[str, Any]
+    key: tuple[Any, ...]
+    text: str
+
+
+# What the rows of a window repeat is checked and written once.
+_REPEATED = (*DEFINITION, "window", "start", "date")
+_repeated_of = itemgetter(*_REPEATED)
+_PLAIN_ROWS = {len(REQUIRED): False, len(REQUIRED) + 1: True}
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _checked_text(field: str, value: object) -> str:
+    # What does not pass raises and is therefore not kept, however long it is.
+    _refuse(field, value)
+    return _field(field, value)
+
+
+@lru_cache(maxsize=2048, typed=True)
+def _repeated(*values: Any) -> tuple[str, str, str]:
+    """Return the texts before the value, between it and the repeat, and behind the repeat."""
+    texts = {}
+    for field, value in zip(_REPEATED, values, strict=True):
+        if type(value) is not str and type(value) is not int:
+            raise _Wrong
+        texts[field] = _checked_text(field, value)
+    definition = ",".join(texts[field] for field in DEFINITION)
+    return (
+        f'{definition},"value":',
+        f',{texts["window"]},{texts["start"]},"repeat":',
+        f",{texts['date']}",
+    )
+
+
+def prepare(row: Mapping[str, Any], where: str) -> Prepared:
+    """Return a row ready to be written; the same as `normalise`, `row_key` and `fields_text`.
+
+    A batch of a window's rows takes a short way; whatever is unusual goes the long one, which
+    also names what is wrong.
+
+    Raises:
+        RowRefused: as `normalise`.
+    """
+    try:
+        before, between, behind = _repeated(*_repeated_of(row))
+        value, repeat = row["value"], row["repeat"]
+        sourced = _PLAIN_ROWS[len(row)]
+        if sourced:
+            source = row["clock_source"]
+            if source not in CLOCK_SOURCES or (source == "none" and row["clock_cap_mhz"] != 1):
+                raise _Wrong
+            behind += f',"clock_source":"{source}"'
+        if type(value) is not float or not math.isfinite(value):
+            raise _Wrong
+        if type(repeat) is not int or not 0 <= repeat <= _INTEGER_LIMIT:
+            raise _Wrong
+    except (KeyError, TypeError, _Wrong):
+        plain = normalise(row, where)
+        return Prepared(plain, row_key(plain), fields_text(plain))
+    return Prepared(dict(row), _key_of(row), f"{before}{value!r}{between}{repeat}{behind}")
+
+
 _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -281,31 +342,32 @@ NUMBERED = b'{"schema":"' + SCHEMA.encode() + b'","seq":%d,'
 PREFIX = NUMBERED + b'"prev_sha256":"%s",'
 SUFFIX = b',"sha256":"'
 END = b'"}\n'
+PREFIX_TEXT = PREFIX.decode()
+_END_OF_LINE = SUFFIX + b"%s" + END
 TAIL = len(SUFFIX) + 64 + len(END)
 CONTINUES = b',"batch":0'
 
 
-def encode(row: dict[str, Any], *, seq: int, prev: str, batch: int) -> tuple[bytes, str]:
+def encode(row: Mapping[str, Any], *, seq: int, prev: str, batch: int) -> tuple[bytes, str]:
     """Return the line of a normalised row, with its newline, and the line's sha256."""
-    fields = ",".join(
-        [
-            _repeated(field, value)
-            if type(value) is str or type(value) is int
-            else _field(field, value)
-            for field, value in row.items()
-        ]
-    )
-    body = PREFIX % (seq, prev.encode()) + fields.encode() + b',"batch":%d' % batch
+    return encode_text(fields_text(row), seq=seq, prev=prev, batch=batch)
+
+
+def encode_text(text: str, *, seq: int, prev: str, batch: int) -> tuple[bytes, str]:
+    """Return the line of a row whose fields stand in `text`, and the line's sha256."""
+    body = (PREFIX_TEXT % (seq, prev) + text + f',"batch":{batch}').encode()
     sha = hashlib.sha256(body).hexdigest()
-    return body + SUFFIX + sha.encode() + END, sha
+    return body + _END_OF_LINE % sha.encode(), sha
+
+
+def fields_text(row: Mapping[str, Any]) -> str:
+    """Return the fields of a normalised row as they stand in its line."""
+    return ",".join([_field(field, row[field]) for field in FIELDS if field in row])
 
 
 def _field(field: str, value: Any) -> str:
     # A finite float's JSON is its repr; asking for that directly is several times faster.
     return f'"{field}":{value!r}' if type(value) is float else f'"{field}":{_json(value)}'
-
-
-_repeated = lru_cache(maxsize=4096, typed=True)(_field)
 
 
 def definition_bytes(row: Mapping[str, Any]) -> bytes:

@@ -36,9 +36,10 @@ from pytest_dsv41.archive.rows import (
     FIELDS,
     GENESIS,
     NUMBERED,
-    encode,
+    Prepared,
+    encode_text,
     line_fields,
-    normalise,
+    prepare,
     row_key,
 )
 from pytest_dsv41.durable import FileLock
@@ -141,15 +142,15 @@ def archive_append(
             disk.close(fd)
 
 
-def _batch(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+def _batch(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Prepared]:
     if isinstance(rows, Mapping | str | bytes):
         raise RowRefused("rows: must be a list of rows, not one row")
-    batch: dict[tuple[Any, ...], dict[str, Any]] = {}
+    batch: dict[tuple[Any, ...], Prepared] = {}
     for number, given in enumerate(rows):
-        row = normalise(given, f"row {number}")
-        earlier = batch.setdefault(row_key(row), row)
+        row = prepare(given, f"row {number}")
+        earlier = batch.setdefault(row.key, row)
         if earlier is not row:
-            _refuse_conflict(f"row {number}", row, earlier, "an earlier row")
+            _refuse_conflict(f"row {number}", row.row, earlier.row, "an earlier row")
     return batch
 
 
@@ -192,7 +193,7 @@ def _append(
     archive: Path,
     fd: int,
     index: Index,
-    batch: Mapping[tuple[Any, ...], dict[str, Any]],
+    batch: Mapping[tuple[Any, ...], Prepared],
     checkpoints: Iterable[Head],
     disk: Disk,
 ) -> Head:
@@ -207,7 +208,7 @@ def _append(
         known = index.find_keys(batch)
         for key, place in known.items():
             there = line_fields(_line(fd, place))
-            _refuse_conflict(archive.name, batch[key], there, f"line {place.seq}")
+            _refuse_conflict(archive.name, batch[key].row, there, f"line {place.seq}")
     fresh = [row for key, row in batch.items() if key not in known]
     if not fresh:
         # Rows that a killed appender left may be in the page cache only: acknowledge after a sync.
@@ -223,16 +224,19 @@ def _append(
 
 
 def _lines(
-    rows: Sequence[dict[str, Any]], end: Position
-) -> tuple[bytes, list[tuple[int, int, int, dict[str, Any]]], Position]:
-    lines, places = [], []
-    offset, seq, prev = end.offset, end.rows, end.head
-    for number, row in enumerate(rows):
+    rows: Sequence[Prepared], end: Position
+) -> tuple[bytes, list[tuple[int, int, int, Mapping[str, Any]]], Position]:
+    lines: list[bytes] = []
+    places: list[tuple[int, int, int, Mapping[str, Any]]] = []
+    offset, seq, prev, batch = end.offset, end.rows, end.head, len(rows)
+    for prepared in rows:
         seq += 1
-        line, prev = encode(row, seq=seq, prev=prev, batch=0 if number else len(rows))
+        line, prev = encode_text(prepared.text, seq=seq, prev=prev, batch=batch)
         lines.append(line)
-        places.append((seq, offset, len(line), row))
-        offset += len(line)
+        length = len(line)
+        places.append((seq, offset, length, prepared.row))
+        offset += length
+        batch = 0
     return b"".join(lines), places, Position(offset, seq, prev)
 
 

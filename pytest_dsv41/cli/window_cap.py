@@ -31,14 +31,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         action="append",
         default=[],
-        help="another folder with <LANE>/hypothesis-<n>.md (may be given again)",
+        help="another folder with <LANE>/hypothesis-<n>.md, beside the campaign's and ./experiments "
+        "(may be given again)",
     )
     parser.add_argument(
         "--lanes",
         metavar="FILE",
         action="append",
         default=[],
-        help="another LANES.md (may be given again)",
+        help="another LANES.md, beside the campaign's and ./LANES.md (may be given again)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -52,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
         args.campaign,
         since=args.since,
         prefix=args.prefix,
-        experiments=args.experiments,
-        lanes=args.lanes,
+        # The campaign's own are always looked at; these are kept in a repository.
+        experiments=["experiments", *args.experiments],
+        lanes=["LANES.md", *args.lanes],
     )
     code = 0 if answer.allow else 2
     if args.json:

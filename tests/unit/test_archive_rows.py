@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pytest_dsv41.archive import (
@@ -20,6 +21,7 @@ from pytest_dsv41.archive import (
     archive_rows,
     prompt_identity,
 )
+from pytest_dsv41.archive.rows import FIELDS, encode, fields_text, normalise, prepare, row_key
 from pytest_dsv41.archive.testing import example_row
 
 MEMBERS = [hashlib.sha256(text).hexdigest() for text in (b"b", b"a", b"b")]
@@ -217,3 +219,48 @@ def test_importing_the_archive_is_light() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        example_row(3),
+        example_row(3, clock_source=None),
+        example_row(3, clock_cap_mhz=1, clock_source="none"),
+        example_row(3, value=7),
+        example_row(3, value=-0.0),
+        example_row(3, value=1e-300),
+        example_row(3, window="läne", cell='quo"te', start="\\"),
+        example_row(3, prompt_members=MEMBERS, prompt_sha256=IDENTITY),
+        example_row(3, clock_caps_mhz=[1, 2], clock_source=None),
+        example_row(3, schema="dsv41-control-archive-v4"),
+        dict(reversed(example_row(3).items())),
+    ],
+)
+def test_the_short_way_through_a_row_writes_what_the_long_one_does(row: dict[str, Any]) -> None:
+    prepared = prepare(row, "row 0")
+    plain = normalise(row)
+    assert prepared.row == plain
+    assert prepared.key == row_key(plain)
+    assert prepared.text == fields_text(plain)
+    assert json.loads("{" + prepared.text + "}") == plain
+    line, sha = encode(plain, seq=7, prev="0" * 64, batch=2)
+    assert list(json.loads(line)) == [
+        *("schema", "seq", "prev_sha256"),
+        *(field for field in FIELDS if field in plain),
+        *("batch", "sha256"),
+    ]
+    assert line.decode().endswith(f',"batch":2,"sha256":"{sha}"}}\n')
+
+
+class Text(str):
+    """A text of a type of its own, as numpy's are."""
+
+
+def test_values_of_other_types_are_written_as_plain_ones(tmp_path: Path) -> None:
+    row = example_row(0, cell=Text("short-b1"), value=np.float64(50.5), clock_source=Text("none"))
+    row["clock_cap_mhz"] = 1
+    archive_append(tmp_path / "a.jsonl", [row])
+    (found,) = archive_rows(tmp_path / "a.jsonl")
+    assert (found["cell"], found["value"], found["clock_source"]) == ("short-b1", 50.5, "none")
+    assert b'"value":50.5,' in (tmp_path / "a.jsonl").read_bytes()

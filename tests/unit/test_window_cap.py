@@ -136,6 +136,19 @@ def test_only_the_lanes_own_hypothesis_files_count(campaign: Path, tmp_path: Pat
     assert [reason.kind for reason in answer.reasons if reason.satisfies] == ["hypothesis file"]
 
 
+def test_the_command_looks_in_the_current_folder_too(
+    campaign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["window-cap", "PC1", "--campaign", str(campaign), "--since", SINCE]
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    hypothesis(tmp_path, NEW)
+    assert main(command) == 0
+    (tmp_path / "experiments" / "PC1" / "hypothesis-3.md").unlink()
+    (tmp_path / "LANES.md").write_text(f"HYPOTHESIS PC1 the queue is shared {NEW}\n")
+    assert main(command) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
