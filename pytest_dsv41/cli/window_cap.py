@@ -31,8 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         action="append",
         default=[],
-        help="another folder with <LANE>/hypothesis-<n>.md, beside the campaign's and ./experiments "
-        "(may be given again)",
+        help="another folder with <LANE>/hypothesis-<n>.md, beside the campaign's and "
+        "./experiments (may be given again)",
     )
     parser.add_argument(
         "--lanes",
