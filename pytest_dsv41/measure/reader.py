@@ -25,6 +25,10 @@ from pytest_dsv41.text import one_line
 __all__ = ["main", "read_elsewhere"]
 
 _LOOK_S = 0.05
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from pytest_dsv41.measure.reader import main; main()"
+)
 
 
 def read_elsewhere(
@@ -40,12 +44,10 @@ def read_elsewhere(
     Raises:
         MeasurementFailed: kinds `connect`, `stopped`, `reader` (the process itself failed).
     """
-    root = Path(__file__).parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", "from pytest_dsv41.measure.reader import main; main()"],
+        [sys.executable, "-c", _START, str(Path(__file__).parents[2])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *_path()])},
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -78,11 +80,6 @@ def read_elsewhere(
     if isinstance(result, Failure):
         raise MeasurementFailed(result.kind, result.message)
     return result
-
-
-def _path() -> list[str]:
-    inherited = os.environ.get("PYTHONPATH", "")
-    return [inherited] if inherited else []
 
 
 def _all(process: subprocess.Popen[bytes]) -> bytes:

@@ -28,7 +28,7 @@ def test_values_come_from_the_servers_own_counts(engine: str, count: int) -> Non
             parts["accepted"] / parts["rounds"]
         )
         assert result.values["ms_per_round"].source == "server"
-        assert result.values["ttft_ms"].source == "client"
+        assert result.values["client_tok_s"].source == "client"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp"])

@@ -51,11 +51,11 @@ def test_an_event_in_a_pause_keeps_its_time(tmp_path: Path) -> None:
             hold_interpreter(0.2)
 
     # Rounds far longer than a pause: never two events in one.
-    with spawn(truth=str(file), round_ms=900.0, prefill_ms=900.0, draft_tokens=0) as server:
+    with spawn(truth=str(file), round_ms=500.0, prefill_ms=500.0, draft_tokens=0) as server:
         thread = threading.Thread(target=pauses)
         thread.start()
         try:
-            request = Request(8, prompt="hello", seed=1)
+            request = Request(6, prompt="hello", seed=1)
             result = measure_group(Endpoint(server.url), [request], deadline_s=60)
         finally:
             over.set()
@@ -63,7 +63,7 @@ def test_an_event_in_a_pause_keeps_its_time(tmp_path: Path) -> None:
     (stream,) = result.streams
     left = truth(file)
     stamps = [event.t_ns for event in stream.events if event.kind == "token"]
-    assert len(stamps) == len(left) == 8
+    assert len(stamps) == len(left) == 6
     wrong = [abs(stamp - true) for stamp, true in zip(stamps, left, strict=True)]
     assert max(wrong) < 1 * MS
     late = [read.at_ns - stamp for read, stamp in _reads(result.exchanges[0], stamps)]
@@ -87,11 +87,11 @@ def test_a_reader_of_its_own_gets_every_event_right_under_the_same_pauses(tmp_pa
         while not over.wait(0.05):
             hold_interpreter(0.3)
 
-    with spawn(truth=str(file), round_ms=30.0, draft_tokens=0) as server:
+    with spawn(truth=str(file), round_ms=120.0, draft_tokens=0) as server:
         thread = threading.Thread(target=pauses)
         thread.start()
         try:
-            request = Request(60, prompt="hello", seed=1)
+            request = Request(20, prompt="hello", seed=1)
             endpoint = Endpoint(server.url)
             result = measure_group(endpoint, [request], deadline_s=120, reader="process")
         finally:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused
 from pytest_dsv41.measure import Endpoint, GroupResult, Request, Sampling, StreamRecord
-from pytest_dsv41.measure.group import measure_group
+from pytest_dsv41.measure.group import measure_group, stream_group
 from pytest_dsv41.stub import Serving, serve
 
 COMPLETIONS = "/v1/completions"
@@ -58,8 +59,18 @@ def endpoint(served: Serving) -> Endpoint:
 
 
 def one(served: Serving, *faults: str, **rest: Any) -> StreamRecord:
-    """The only stream of a measured group of one."""
-    (stream,) = measure(served, *faults, **rest).streams
+    """A single stream, without counters around it."""
+    (sent,) = requests(1, **rest)
+    served.faults(*faults)
+    try:
+        _, (stream,) = stream_group(
+            endpoint(served),
+            served.server.profile.model,
+            [sent],
+            deadline_ns=time.monotonic_ns() + 20 * 10**9,
+        )
+    finally:
+        served.faults()
     return stream
 
 
