@@ -125,7 +125,7 @@ def archive_append(
         try:
             fd = disk.open(archive)
         except FileNotFoundError:
-            _refuse_rollback(archive, START, known, None)
+            _refuse_rollback(archive, START, known, dict[int, str]().get)
             if not batch:
                 return Head(0, GENESIS)
             fd = disk.open(archive, create=True)
@@ -197,14 +197,12 @@ def _append(
     checkpoints: Iterable[Head],
     disk: Disk,
 ) -> Head:
-    end = index.bound(fd)
-    if end is None:
-        found = index.refresh(fd, archive.name)
-        _settle(archive, fd, found, disk)
-        end = found.position
+    bound = index.bound(fd)
+    found = index.refresh(fd, archive.name) if bound is None else Walk(bound)
+    _refuse_rollback(archive, found.position, checkpoints, lambda seq: _sha_of(fd, index, seq))
+    end = _settle(archive, fd, found, disk)
     # One transaction for all look-ups: each on its own would lock the index's file again.
     with index.transaction():
-        _refuse_rollback(archive, end, checkpoints, lambda head: _sha_of(fd, index, head.rows))
         known = index.find_keys(batch)
         for key, place in known.items():
             there = line_fields(_line(fd, place))
@@ -256,18 +254,22 @@ def _write(archive: Path, fd: int, lines: bytes, end: Position, disk: Disk) -> N
         raise
 
 
-def _settle(archive: Path, fd: int, found: Walk, disk: Disk) -> None:
-    """Make the file end with its last whole, committed row; what dangles is kept aside."""
+def _settle(archive: Path, fd: int, found: Walk, disk: Disk) -> Position:
+    """Make the file end with its last whole, committed row, and return that place.
+
+    What dangles behind it is kept aside.
+    """
     end = found.position
     if found.newline_missing:
         disk.write(fd, b"\n", end.offset)
         disk.sync(fd)
-        found.position = Position(end.offset + 1, end.rows, end.head, end.missing)
-    elif found.unfinished or found.cut:
+        return Position(end.offset + 1, end.rows, end.head, end.missing)
+    if found.unfinished or found.cut:
         dangling = os.fstat(fd).st_size - end.offset
         _set_aside(archive, fd, end, dangling, disk)
         disk.truncate(fd, end.offset)
         disk.sync(fd)
+    return end
 
 
 def _set_aside(archive: Path, fd: int, end: Position, size: int, disk: Disk) -> None:
@@ -291,13 +293,9 @@ def _set_aside(archive: Path, fd: int, end: Position, size: int, disk: Disk) -> 
 
 
 def _sha_of(fd: int, index: Index, seq: int) -> str | None:
-    if seq == 0:
-        return GENESIS
     place = index.place(seq)
-    if place is None:
-        return None
     # The last 67 bytes of a line are its sha256 and the closing of the object.
-    return _line(fd, place)[-67:-3].decode("ascii", "replace")
+    return None if place is None else _line(fd, place)[-67:-3].decode("ascii", "replace")
 
 
 def _line(fd: int, place: Place) -> bytes:
@@ -309,17 +307,21 @@ def _line(fd: int, place: Place) -> bytes:
 
 
 def _refuse_rollback(
-    archive: Path,
-    end: Position,
-    checkpoints: Iterable[Head],
-    sha_of: Callable[[Head], str | None] | None,
+    archive: Path, end: Position, checkpoints: Iterable[Head], sha_of: Callable[[int], str | None]
 ) -> None:
-    for known in sorted(checkpoints, key=lambda head: -head.rows):
-        if known.rows <= end.rows:
-            sha = GENESIS if sha_of is None else sha_of(known)
-            if sha == known.sha256:
-                continue
-        if (known.rows, known.sha256) in old_heads(archive):
+    """Refuse a file that lacks the row of a checkpoint; `sha_of` gives the hash of a row before
+    the end."""
+    ends = {0: GENESIS, end.rows: end.head}
+    absent = [
+        known
+        for known in sorted(set(checkpoints), key=lambda head: -head.rows)
+        if known.rows > end.rows or known.sha256 != (ends.get(known.rows) or sha_of(known.rows))
+    ]
+    if not absent:
+        return
+    before = old_heads(archive)
+    for known in absent:
+        if (known.rows, known.sha256) in before:
             continue
         if known.rows > end.rows:
             raise RolledBack(

@@ -295,6 +295,13 @@ def test_an_append_refuses_a_file_that_is_older_than_a_known_checkpoint(tmp_path
     archive.write_bytes(b"".join(lines[:7]))
     with pytest.raises(RolledBack, match="has 7 rows, a checkpoint knows 10"):
         archive_append(archive, [example_row(60)], checkpoints=heads)
+    cut = b"".join(lines[:7]) + lines[7][:50]
+    archive.write_bytes(cut)
+    with pytest.raises(RolledBack, match="has 7 rows, a checkpoint knows 10"):
+        archive_append(archive, [example_row(60)], checkpoints=heads)
+    assert archive.read_bytes() == cut
+    archive.write_bytes(whole[:-1])
+    assert archive_append(archive, [example_row(9)], checkpoints=heads) == heads[-1]
     archive.unlink()
     with pytest.raises(RolledBack, match="has 0 rows, a checkpoint knows 10"):
         archive_append(archive, [example_row(60)], checkpoints=heads)
