@@ -336,7 +336,8 @@ class _Judge:
             start_sd = self._window.advice.start_sd[f"{cell}/{metric}"]
             return widened(self._seeded(cell, metric, arm), start_sd)
         except Refused as refusal:
-            line = f"By seeded pairs: no advice ({one_line(refusal.what)})."
+            told = ": ".join(part for part in (refusal.arm, refusal.what) if part)
+            line = f"By seeded pairs: no advice ({one_line(told)})."
             return Advice(WIDENED, line, {"metric": metric, "call": None})
 
     def _seeded(self, cell: str, metric: str, arm: str) -> SeededSeries:

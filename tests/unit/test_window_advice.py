@@ -586,8 +586,8 @@ def test_pairs_that_are_not_whole_get_no_widened_advice(tmp_path: Path) -> None:
     outcome = conclude(plan, rows)
     assert outcome.status == "INCOMPLETE"
     assert outcome.advisory["widened-aa"] == [
-        "provisional, seeded-b1 decode tok/s: by seeded pairs: no advice (pairs [5] are not in "
-        "every start)."
+        "provisional, seeded-b1 decode tok/s: by seeded pairs: no advice (control C2: pairs [5] "
+        "are not in every start)."
     ]
 
 
