@@ -85,7 +85,8 @@ def chart(spread: Spread) -> Chart:
     return Chart(spread, points, centre, low, high, tuple(drift))
 
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _PLOT = 900, 260, 90, 44, 150
+_WIDTH, _HEIGHT, _LEFT, _TOP, _PLOT = 900, 290, 90, 44, 150
+_DRIFT_SHOWN = 3
 
 
 def svg(charts: Sequence[Chart]) -> str:
@@ -140,10 +141,16 @@ def _panel(one: Chart, top: int) -> str:
             f'<circle cx="{x(place)}" cy="{y(value)}" r="4" fill="{"#b00" if outside else "#36c"}">'
             f"<title>{_safe(window)}: {value:.6g}</title></circle>"
         )
-    shown = "; ".join(one.drift) if one.drift else "no drift named"
-    parts.append(
-        _text(_LEFT, top + _TOP + _PLOT + 28, shown[:150], "fill='#b00'" * bool(one.drift))
-    )
+    below = top + _TOP + _PLOT + 16
+    parts.append(_text(_LEFT, below, one.points[0][0], "fill='#666'"))
+    if len(one.points) > 1:
+        parts.append(_text(right, below, one.points[-1][0], "fill='#666' text-anchor='end'"))
+    shown = list(one.drift[:_DRIFT_SHOWN]) or ["no drift named"]
+    if len(one.drift) > _DRIFT_SHOWN:
+        shown[-1] += f" (and {len(one.drift) - _DRIFT_SHOWN} more)"
+    colour = "#b00" if one.drift else "#666"
+    for place, text in enumerate(shown, start=1):
+        parts.append(_text(_LEFT, below + 18 * place, text, f"fill='{colour}'"))
     return "".join(parts)
 
 
