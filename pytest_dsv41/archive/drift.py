@@ -62,26 +62,27 @@ def chart(spread: Spread) -> Chart:
     steps = [after - before for before, after in itertools.pairwise(values)]
     reach = _LIMIT * sum(map(abs, steps)) / len(steps)
     low, high = centre - reach, centre + reach
-    drift = [
-        f"{window}: {value:.6g} is {'above' if value > high else 'below'} the limits "
-        f"{low:.6g} to {high:.6g}"
-        for window, value in points
-        if not low <= value <= high
-    ]
+    # A pattern says more than the single points that it leads beyond the limits.
+    drift = []
+    for first, last in _runs([_sign(step) for step in steps], _TREND - 1):
+        way = "rising" if steps[first] > 0 else "falling"
+        by = f", by {100 * (values[last + 1] / values[first] - 1):+.2f} %" if values[first] else ""
+        drift.append(
+            f"{points[first][0]} to {points[last + 1][0]}: {last - first + 2} windows in a row "
+            f"{way}{by}"
+        )
     for first, last in _runs([_sign(value - centre) for value in values], _SIDE):
         side = "above" if values[first] > centre else "below"
         drift.append(
             f"{points[first][0]} to {points[last][0]}: {last - first + 1} windows in a row "
             f"{side} the mean {centre:.6g}"
         )
-    for first, last in _runs([_sign(step) for step in steps], _TREND - 1):
-        way = "rising" if steps[first] > 0 else "falling"
-        drift.append(
-            f"{points[first][0]} to {points[last + 1][0]}: {last - first + 2} windows in a row "
-            f"{way}, by {100 * (values[last + 1] / values[first] - 1):+.2f} %"
-            if values[first]
-            else f"{points[first][0]} to {points[last + 1][0]}: windows in a row {way}"
-        )
+    drift += [
+        f"{window}: {value:.6g} is {'above' if value > high else 'below'} the limits "
+        f"{low:.6g} to {high:.6g}"
+        for window, value in points
+        if not low <= value <= high
+    ]
     return Chart(spread, points, centre, low, high, tuple(drift))
 
 
