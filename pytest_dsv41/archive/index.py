@@ -62,6 +62,8 @@ JOIN definition ON definition.id = row.definition
 JOIN window ON window.id = row.window
 """
 _KEYS_AT_ONCE = 500
+# What SQLite says of a value that is no row's, or of a second row with a key.
+_UNFIT = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
 _definition_of = itemgetter(*DEFINITION)
 
 
@@ -262,7 +264,7 @@ class Index:
     def _add_lines(self, name: str, lines: Sequence[tuple[int, int, bytes]]) -> None:
         try:
             self.add((seq, offset, len(line), json.loads(line)) for seq, offset, line in lines)
-        except (ValueError, KeyError, TypeError, sqlite3.IntegrityError, sqlite3.InterfaceError):
+        except (ValueError, KeyError, TypeError, OverflowError, *_UNFIT):
             # The chain holds, so whoever wrote this row knew how to forge it: name the first one.
             self._name_bad_row(name, lines)
             raise

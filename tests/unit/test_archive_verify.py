@@ -369,10 +369,17 @@ def test_a_chain_forged_with_every_hash_right_is_found_by_fields_and_keys(tmp_pa
         assert found.findings[0].change == "forged"
         assert what in found.findings[0].message
         archive.write_bytes(whole)
-    line, _ = encode(example_row(3), seq=11, prev=head.sha256, batch=1)
-    archive.write_bytes(archive.read_bytes() + line)
-    with pytest.raises(ChainBroken, match="line 11: forged: has the key of line 4"):
-        archive_rows(archive)
+    whole = archive.read_bytes()
+    for row, what in (
+        (example_row(3), "line 11: forged: has the key of line 4"),
+        ({**example_row(70), "cell": ["a"]}, "line 11: cell: must be a string, got"),
+        ({**example_row(70), "max_tokens": 2**70}, "line 11: max_tokens: must be a positive"),
+        ({"window": "w"}, "line 11: missing cell, metric"),
+    ):
+        line, _ = encode(row, seq=11, prev=head.sha256, batch=1)
+        archive.write_bytes(whole + line)
+        with pytest.raises(ChainBroken, match=what):
+            archive_rows(archive)
 
 
 def test_an_old_archive_is_refused_by_its_version_and_left_alone(tmp_path: Path) -> None:
