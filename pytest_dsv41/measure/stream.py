@@ -346,7 +346,7 @@ class _Reader:
             self.done = True
             return
         try:
-            data = json.loads(event.data)
+            data = json.loads(event.data.decode())
         except ValueError:
             raise MeasurementFailed(
                 "bad-event",
