@@ -24,17 +24,18 @@ import pytest
 
 from . import fixtures
 from .collecting import PLANNED, CellCollector
+from .engines import ENGINES
 from .errors import Dsv41Error, MeasurementFailed, MeasurementRefused, SpecError, StartFailed
 from .errors import UsageError as OurUsageError
 from .lifecycle.finish import refuse_window
 from .lifecycle.record import TargetRecord
-from .lifecycle.session import State, WindowRun
+from .lifecycle.session import State, WindowRun, as_arm
 from .measure import METRICS
 from .neighbours import refuse_neighbours
 from .options import option
 from .report.progress import Progress
 from .signals import Signals, StopNow
-from .targets import TARGETS, TargetFactory, name_factory
+from .targets import TARGETS, TargetFactory, name_class, name_factory
 from .text import one_line
 from .window.plan import Plan, PlannedItem, describe_plan, render_plan
 from .window.spec import WindowSpec, example_names, load_spec
@@ -67,10 +68,14 @@ def register(config: pytest.Config) -> None:
     targets: dict[str, TargetFactory] = dict(TARGETS)
     for found in hook.pytest_dsv41_targets():
         targets.update(found or {})
+    engines: dict[str, str] = {}
     for found in hook.pytest_dsv41_engines():
-        from .engines import ENGINES
-
-        ENGINES.update(found or {})
+        for name, engine in (found or {}).items():
+            try:
+                engines[name] = name_class(type(engine))
+            except OurUsageError as error:
+                raise pytest.UsageError(str(error)) from None
+            ENGINES[name] = engine
     for found in hook.pytest_dsv41_metrics():
         METRICS.update({metric.name: metric for metric in found or ()})
     try:
@@ -86,7 +91,7 @@ def register(config: pytest.Config) -> None:
         )
     except OurUsageError as error:
         raise pytest.UsageError(str(error)) from None
-    plugin = WindowPlugin(config, spec, targets)
+    plugin = WindowPlugin(config, spec, targets, engines)
     config.pluginmanager.register(fixtures, "dsv41-fixtures")
     config.pluginmanager.register(plugin.collector, "dsv41-cells")
     config.pluginmanager.register(plugin, "dsv41-window")
@@ -116,9 +121,14 @@ class WindowPlugin:
     """One window's session. Every path out of it goes through `ensure_closed`."""
 
     def __init__(
-        self, config: pytest.Config, spec: WindowSpec, targets: dict[str, TargetFactory]
+        self,
+        config: pytest.Config,
+        spec: WindowSpec,
+        targets: dict[str, TargetFactory],
+        engines: dict[str, str],
     ) -> None:
         self.config = config
+        self.engines = engines
         self.spec = spec
         self.factory = targets[spec.target.kind]
         self.mode = option(config, "window_plan")
@@ -144,7 +154,8 @@ class WindowPlugin:
         # Built once before anything is collected: a wrong target table is wrong use.
         try:
             name_factory(self.factory)
-            self._record().build(Path.cwd())
+            target, _ = self._record().build(Path.cwd())
+            target.check([as_arm(arm.model_dump()) for arm in spec.arms])
         except SpecError as error:
             raise pytest.UsageError(str(spec.target.located(error))) from None
         except Dsv41Error as error:
@@ -186,6 +197,7 @@ class WindowPlugin:
             commit="",
             date=self.date,
             path=tuple(str(Path(entry).resolve()) for entry in sys.path if entry),
+            engines=self.engines,
         )
 
     # -- the plan alone ----------------------------------------------------------------------------
@@ -435,24 +447,27 @@ class WindowPlugin:
         elif recorded is None or not recorded.values:
             outcome, kind, reason = "failed", "nothing-recorded", "the cell recorded no value"
         begun_utc, begun = self._begun[planned.id]
-        run.record(
-            {
-                "item": planned.id,
-                "start": planned.start,
-                "arm": planned.arm,
-                "cell": planned.cell,
-                "repeat": planned.repeat,
-                "outcome": outcome,
-                "kind": kind,
-                "reason": one_line(reason) if reason else None,
-                "values": recorded.values if recorded and outcome == "measured" else {},
-                "prompt_sha256": recorded.prompt_sha256 if recorded else None,
-                "prompt_members": list(recorded.prompt_members) if recorded else [],
-                "max_tokens": self.collector.found[planned.cell].cell.max_tokens,
-                "started_utc": begun_utc,
-                "duration_s": round(time.monotonic() - begun, 6),
-            }
-        )
+        row = {
+            "item": planned.id,
+            "start": planned.start,
+            "arm": planned.arm,
+            "cell": planned.cell,
+            "repeat": planned.repeat,
+            "outcome": outcome,
+            "kind": kind,
+            "reason": one_line(reason) if reason else None,
+            "values": recorded.values if recorded and outcome == "measured" else {},
+            "prompt_sha256": recorded.prompt_sha256 if recorded else None,
+            "prompt_members": list(recorded.prompt_members) if recorded else [],
+            "max_tokens": self.collector.found[planned.cell].cell.max_tokens,
+            "started_utc": begun_utc,
+            "duration_s": round(time.monotonic() - begun, 6),
+        }
+        try:
+            run.record(row)
+        except (OSError, ValueError) as lost:
+            # A value that is not on disk was not measured; the window ends in order.
+            run.request_stop(one_line(f"{planned.id} could not be recorded: {lost}"))
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ def refuse_neighbours(config: pytest.Config) -> None:
             "pytest-timeout: the thread method ends the process without any teardown; "
             "use --timeout-method=signal"
         )
-    if not config.pluginmanager.hasplugin("timeout"):
+    if not any(config.pluginmanager.hasplugin(name) for name in ("timeout", "pytest_timeout")):
         raise pytest.UsageError("pytest-timeout is off; a window needs it for its items' deadlines")
     if given("faulthandler_exit_on_timeout"):
         raise pytest.UsageError(

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
 from ..errors import Dsv41Error, RefusedByWorld
@@ -20,12 +21,14 @@ COMMANDS = {
     "ab": "compare two servers that already run: dsv41 ab URL_A URL_B",
     "archive": "the control archive: head, rows, append, verify, query",
     "compare": "set two windows side by side",
+    "corpus": "cut prompts to token lengths and pin them, hold a corpus against its pins",
     "decide": "decide again from a window's folder",
     "history": "backfill the archive from old windows, score them again",
     "init": "write a commented window and target file",
     "keeper": "",
     "measure": "measure one request or group against a server",
     "recover": "finish a window whose process died",
+    "replay": "an item's values again from its raw record",
     "report": "make a window's junit.xml and report.html again",
     "resolution": "can this design resolve the expected gain? 0 QUEUE, 2 REFUSE",
     "schema": "print the JSON schema of a summary or a window file",
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, text in COMMANDS.items()
         if importlib.util.find_spec(f"{__name__}.{_module(name)}") is not None
     }
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dsv41",
         description="Windows for self-hosted LLM servers. A window itself runs as: "
         "pytest --window=FILE",
@@ -80,6 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(arguments, "usage_code", 4))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong use ends with 4 everywhere: 2 is an answer of some commands."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(4, f"{self.prog}: {message}\n")
 
 
 def _module(name: str) -> str:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..durable import dump_json, write_atomic
+from ..engines import ENGINES
 from ..errors import UsageError
 from ..hosts import CommandLog
-from ..targets import Target, TargetContext, load_factory
+from ..targets import Target, TargetContext, load_class, load_factory
 
 __all__ = ["TargetRecord", "read_record", "register_window", "window_folder", "windows"]
 
@@ -38,6 +39,8 @@ class TargetRecord:
     """YYYYMMDD, UTC, of the day the window was opened."""
     path: tuple[str, ...] = ()
     """The import path of the process that opened the window, for targets of the user's own."""
+    engines: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Dialects that plugins added: name to the `module:qualname` of the engine's class."""
 
     def build(
         self, folder: Path, pause: Callable[[float], None] = time.sleep
@@ -50,6 +53,9 @@ class TargetRecord:
         for entry in self.path:
             if entry not in sys.path:
                 sys.path.append(entry)
+        for name, engine in self.engines.items():
+            if name not in ENGINES:
+                ENGINES[name] = load_class(engine)()
         context = TargetContext(
             window_id=self.window,
             folder=folder,

@@ -43,7 +43,7 @@ from .lease import Lease
 from .production import capture
 from .record import TargetRecord, register_window
 
-__all__ = ["State", "WindowRun"]
+__all__ = ["State", "WindowRun", "as_arm"]
 
 
 @dataclasses.dataclass
@@ -54,6 +54,17 @@ class State:
     start: str = ""
     production: str = "serving"
     seconds_left: float | None = None
+
+
+def as_arm(table: Mapping[str, Any]) -> Arm:
+    """The arm of a window's resolved spec as a target takes it."""
+    return Arm(
+        name=table["name"],
+        role=table["role"],
+        args=tuple(table["args"]),
+        env=table["env"],
+        settings=table["settings"],
+    )
 
 
 class WindowRun:
@@ -95,16 +106,7 @@ class WindowRun:
         self._closing = False
         self._closed: CloseResult | None = None
         self._deadline = 0.0
-        self._arms = {
-            arm["name"]: Arm(
-                name=arm["name"],
-                role=arm["role"],
-                args=tuple(arm["args"]),
-                env=arm["env"],
-                settings=arm["settings"],
-            )
-            for arm in plan.spec["arms"]
-        }
+        self._arms = {arm["name"]: as_arm(arm) for arm in plan.spec["arms"]}
 
     # -- asked from outside ------------------------------------------------------------------------
 

@@ -10,7 +10,9 @@ from .base import (
     Target,
     TargetContext,
     TargetFactory,
+    load_class,
     load_factory,
+    name_class,
     name_factory,
 )
 from .endpoints import endpoints_target
@@ -26,8 +28,10 @@ __all__ = [
     "TargetContext",
     "TargetFactory",
     "endpoints_target",
+    "load_class",
     "load_factory",
     "local_target",
+    "name_class",
     "name_factory",
 ]
 

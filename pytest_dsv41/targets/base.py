@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,7 +28,9 @@ __all__ = [
     "TargetContext",
     "TargetFactory",
     "known_engine",
+    "load_class",
     "load_factory",
+    "name_class",
     "name_factory",
 ]
 
@@ -99,6 +101,13 @@ class Target(Protocol):
     """Whether production is taken down under a HOLD; False when arms are servers that run."""
     ephemeral: bool
     """Whether nothing is served by default: the window starts production and ends it."""
+
+    def check(self, arms: Sequence[Arm]) -> None:
+        """Look at the arms as they are written, before anything is touched.
+
+        Raises:
+            SpecError: one of them could not be started as it is.
+        """
 
     def prepare(self) -> dict[str, Any]:
         """Choose what is chosen once a window (ports); JSON, kept as the context's state."""
@@ -186,27 +195,46 @@ def name_factory(factory: TargetFactory) -> str:
     Raises:
         UsageError: it is a local object; the keeper could not build the target.
     """
-    name = f"{factory.__module__}:{getattr(factory, '__qualname__', '')}"
+    return _name("target factory", factory)
+
+
+def load_factory(name: str) -> TargetFactory:
+    """Import the factory that `name_factory` named."""
+    factory: TargetFactory = _load("target factory", name)
+    return factory
+
+
+def name_class(engine: type[Engine]) -> str:
+    """As `name_factory`, for the class of an engine that a plugin added."""
+    return _name("engine", engine)
+
+
+def load_class(name: str) -> type[Engine]:
+    """Import the class that `name_class` named."""
+    engine: type[Engine] = _load("engine", name)
+    return engine
+
+
+def _name(what: str, wanted: Any) -> str:
+    name = f"{wanted.__module__}:{getattr(wanted, '__qualname__', '')}"
     try:
-        found = load_factory(name)
+        found = _load(what, name)
     except UsageError:
         found = None
-    if found is not factory:
+    if found is not wanted:
         raise UsageError(
-            f"target factory {name} cannot be imported by the keeper; "
+            f"{what} {name} cannot be imported by the keeper; "
             "define it at the top level of an importable module"
         )
     return name
 
 
-def load_factory(name: str) -> TargetFactory:
-    """Import the factory that `name_factory` named."""
+def _load(what: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"target factory {name}: {error}") from error
+        raise UsageError(f"{what} {name}: {error}") from error
     if not callable(found):
-        raise UsageError(f"target factory {name} is not callable")
-    factory: TargetFactory = found
-    return factory
+        raise UsageError(f"{what} {name} is not callable")
+    return found

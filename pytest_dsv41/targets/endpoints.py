@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +53,16 @@ class EndpointsTarget:
         self._engine = known_engine(table.engine)
         self._urls: dict[str, str] = {}
 
+    def check(self, arms: Sequence[Arm]) -> None:
+        """Every arm needs `settings.url`, an http or https address."""
+        for arm in arms:
+            url = str(arm.settings.get("url", ""))
+            if not url.startswith(("http://", "https://")):
+                raise SpecError(
+                    f"arms.{arm.name}.settings.url: {url!r} is no address; "
+                    "valid: http://HOST:PORT or https://HOST:PORT"
+                )
+
     def prepare(self) -> dict[str, Any]:
         """Nothing is chosen."""
         return {}
@@ -93,9 +103,7 @@ class EndpointsTarget:
 
     def start_arm(self, start: str, arm: Arm) -> Started:
         """Check that the arm's server is healthy and read its model's name."""
-        url = str(arm.settings.get("url", ""))
-        if not url.startswith(("http://", "https://")):
-            raise StartFailed(f"{start}: arms.{arm.name}.settings.url: {url!r} is not an http URL")
+        url = str(arm.settings["url"])
         health = self._engine.health(url, timeout=5.0)
         if health != "up":
             raise StartFailed(f"{start}: {url} is {health}; a healthy server must run there")

@@ -89,7 +89,11 @@ class LocalTarget:
             )
         # A spelling mistake in a placeholder is found now, not when production is down.
         self._production_argv(check=True)
-        self._arm_argv(Arm("check", "control"), "check", check=True)
+
+    def check(self, arms: Sequence[Arm]) -> None:
+        """Every placeholder of every arm's command must be known."""
+        for arm in arms:
+            self._arm_argv(arm, arm.name, check=True)
 
     # -- what is chosen once --------------------------------------------------------------------
 
@@ -115,9 +119,15 @@ class LocalTarget:
         }
 
     def hold_path(self) -> Path:
-        """The HOLD file: `target.hold`, or HOLD in the campaign folder."""
-        hold = self._table.hold
-        return (self._context.base / hold) if hold else self._context.campaign / "HOLD"
+        """The HOLD file: `target.hold`, or one that every campaign of this machine sees.
+
+        Only an ephemeral production, which is the window's own, has it in the campaign's folder.
+        """
+        if self._table.hold:
+            return self._context.base / self._table.hold
+        if self.ephemeral:
+            return self._context.campaign / "HOLD"
+        return Path(f"/var/tmp/dsv41-HOLD-{self._production_port}")  # noqa: S108 - never followed
 
     def commit(self) -> str:
         """`target.commit`, or the sha1 of the production definition (it has no repository)."""
@@ -265,13 +275,19 @@ class LocalTarget:
     # -- inside ------------------------------------------------------------------------------------
 
     @property
+    def _where(self) -> str:
+        # A window's id is unique in its campaign alone; two campaigns may share a second.
+        campaign = os.fsencode(self._context.campaign)
+        return hashlib.sha1(campaign, usedforsecurity=False).hexdigest()[:8]
+
+    @property
     def _scope(self) -> str:
-        return f"dsv41w-{self._context.window_id}"
+        return f"dsv41w-{self._where}-{self._context.window_id}"
 
     @property
     def _production_scope(self) -> str:
         if self.ephemeral:
-            return f"dsv41p-{self._context.window_id}"
+            return f"dsv41p-{self._where}-{self._context.window_id}"
         return f"dsv41-production-{self._production_port}"
 
     @property
@@ -393,8 +409,11 @@ class LocalTarget:
         filled = [_PLACEHOLDER.sub(replace, word) for word in words]
         if check:
             return filled
-        program = shutil.which(filled[0]) or filled[0]
-        return [program, *filled[1:]]
+        program = filled[0]
+        if "/" in program:
+            # As every relative path of the target's file, it starts in that file's folder.
+            return [str(self._context.base / program), *filled[1:]]
+        return [shutil.which(program) or program, *filled[1:]]
 
 
 def _same_command(running: Sequence[str], expected: Sequence[str]) -> bool:

@@ -162,7 +162,7 @@ def test_words_that_do_not_parse_and_work_that_cannot_be_done(tmp_path: Path) ->
         ).returncode
         for words in (["status", "--nonsense"], ["status"], ["decide", "nowhere"])
     ]
-    assert codes == [2, 4, 4]
+    assert codes == [4, 4, 4]
 
 
 # -- the hooks' examples ------------------------------------------------------------------------
