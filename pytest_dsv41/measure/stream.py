@@ -478,6 +478,8 @@ class _Reader:
         if not token_events:
             raise MeasurementFailed("no-token", "the stream ended well and carried no token")
         first, last = token_events[0], token_events[-1]
+        if last.merged:
+            self.notes.append("last-merged")
         output = {name: "".join(parts) for name, parts in self.texts.items()}
         return StreamRecord(
             start_ns=start_ns,
