@@ -20,6 +20,7 @@ from ..errors import UsageError
 from ..text import one_line
 from .advice import MODERATED, WIDENED, check_advice
 from .schedule import Start, layout
+from .seeded import check_deciding
 from .source import choices, shown
 from .spec import WindowSpec
 
@@ -185,6 +186,7 @@ def make_plan(
         used[use.name] = dict(cells[use.name])
         known = (estimates or {}).get(use.name, used[use.name].get("estimated_s", 10.0))
         seconds[use.name] = float(known if use.estimated_s is None else use.estimated_s)
+    check_deciding(spec, used)
     check_advice(spec, used)
     if seed is None:
         seed = _seed_of(window_id) if spec.seed is None else spec.seed
