@@ -50,6 +50,8 @@ class SeededCell(Cell):
         least = 3 if self.report_only else 6
         if self.pairs < least:
             raise ValueError(f"cell {self.name}: {self.pairs} pairs; at least {least}")
+        if self.record == "bytes":
+            raise ValueError(f"cell {self.name}: of a seeded cell no text is kept")
         if not self.sampling.ignore_eos:
             raise ValueError(f"cell {self.name}: seeded cells ask for exactly max_tokens")
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import httpx
 import pytest
 from wire_groups import endpoint, kind_of, measure, requests, stub
 
 from pytest_dsv41.engines import detect_engine, get_engine
+from pytest_dsv41.errors import MeasurementRefused
+from pytest_dsv41.measure import Sampling, measure_group
 from pytest_dsv41.measure.group import evaluate
 
 
@@ -50,6 +55,19 @@ def test_a_foreign_request_refuses(engine: str, count: int) -> None:
 def test_a_foreign_request_that_still_runs_at_the_end_refuses(engine: str) -> None:
     with stub(engine=engine) as served:
         assert kind_of(served, "foreign-running=300", tokens=20) == "refused:foreign-request"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_a_foreign_request_that_runs_before_refuses_and_nothing_is_sent(engine: str) -> None:
+    with stub(engine=engine, round_ms=50.0) as served, httpx.Client(trust_env=False) as client:
+        body = {"model": "stub", "prompt": "x", "max_tokens": 4000, "stream": True}
+        with client.stream("POST", f"{served.url}/v1/completions", json=body) as other:
+            lines = other.iter_lines()
+            next(lines)
+            with pytest.raises(MeasurementRefused, match="before the first request") as refused:
+                measure_group(endpoint(served), requests(), deadline_s=20)
+            assert refused.value.kind == "foreign-request"
+            assert {line["request"] for line in served.truth() if line["tokens"]} == {1}
 
 
 def test_counters_that_lag_are_waited_for() -> None:
@@ -105,10 +123,6 @@ def test_cold_is_cold_again_and_again() -> None:
 
 
 def test_warm_is_proved_warm_and_never_passes_as_cold() -> None:
-    from dataclasses import replace
-
-    from pytest_dsv41.errors import MeasurementRefused
-    from pytest_dsv41.measure import Sampling, measure_group
 
     with stub() as served:
         prompt = "A garden wall runs along the river. " * 8
@@ -132,9 +146,6 @@ def test_prefix_hits_prove_it_where_usage_has_no_details() -> None:
 
 
 def test_server_time_that_contradicts_the_clients_refuses() -> None:
-    from dataclasses import replace
-
-    from pytest_dsv41.errors import MeasurementRefused
 
     with stub() as served:
         result = measure(served, tokens=30)
@@ -152,8 +163,6 @@ def test_server_time_that_contradicts_the_clients_refuses() -> None:
 
 
 def test_a_required_metric_that_has_no_value_refuses() -> None:
-    from pytest_dsv41.errors import MeasurementRefused
-    from pytest_dsv41.measure import measure_group
 
     with stub() as served, pytest.raises(MeasurementRefused) as refused:
         measure_group(endpoint(served), requests(), deadline_s=10, require=["accepted_per_round"])

@@ -82,6 +82,8 @@ def test_too_few_pairs_are_refused_and_reports_need_three() -> None:
         SeededCell("x", ("demo-1",), 8, pairs=2, report_only=True)
     with pytest.raises(ValueError):
         SeededCell("x", ("demo-1",), 8, sampling=Sampling(ignore_eos=False))
+    with pytest.raises(ValueError):
+        SeededCell("x", ("demo-1",), 8, record="bytes")
 
 
 def test_the_registered_cells_are_the_documents() -> None:

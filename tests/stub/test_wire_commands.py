@@ -1,0 +1,147 @@
+"""`dsv41 measure`, `replay` and `corpus`: what they print and how they end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from wire_groups import stub
+
+from pytest_dsv41.cli import corpus, main, measure, replay
+from pytest_dsv41.measure.corpus import Corpus
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(words)
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def test_values_come_with_unit_and_source_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with stub(draft_tokens=3, round_ms=6.0) as served:
+        code, out = run(capsys, "measure", served.url, "--max-tokens", "24")
+    assert code == 0
+    lines = {line.split()[0]: line.split() for line in out.splitlines()}
+    assert lines["ms_per_round"][2:] == ["ms", "server"]
+    assert lines["client_tok_s"][2:] == ["tokens/s", "client"]
+    assert "24 tokens" in out
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_json_holds_every_repeat_and_the_record_gives_it_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, engine: str
+) -> None:
+    with stub(engine=engine, round_ms=6.0) as served:
+        code, out = run(
+            capsys, "measure", served.url, "--engine", engine, "--chat", "--concurrency", "2",
+            "--repeats", "2", "--seed", "5", "--max-tokens", "12", "--json",
+            "--record", str(tmp_path),
+        )  # fmt: skip
+    assert code == 0
+    repeats = json.loads(out)["repeats"]
+    assert [row["outcome"] for row in repeats] == ["measured", "measured"]
+    assert [row["server"]["tokens"] for row in repeats] == [24, 24]
+    assert len(repeats[0]["prompt_members"]) == 2
+    assert run(capsys, "replay", str(tmp_path), "measure-r1")[0] == 0
+    code, out = run(capsys, "replay", str(tmp_path / "measure-r0.jsonl"), "--json")
+    again = json.loads(out)
+    assert (code, again["same"]) == (0, True)
+    assert again["values"]["ms_per_round"] == repeats[0]["values"]["ms_per_round"]
+
+
+def test_a_failure_is_named_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with stub() as served:
+        served.faults("/v1/completions:error=mid:2")
+        code, out = run(capsys, "measure", served.url)
+    assert code == 1
+    assert out.startswith("FAILED error-event: ")
+
+
+def test_a_refusal_is_named_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with stub() as served:
+        served.faults("/v1/completions:foreign=4")
+        code, out = run(capsys, "measure", served.url, "--json")
+    assert code == 1
+    (row,) = json.loads(out)["repeats"]
+    assert (row["outcome"], row["kind"]) == ("refused", "foreign-request")
+
+
+def test_a_prompt_file_and_messages_are_what_is_sent(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "p.txt").write_text("Hello there, é.")
+    (tmp_path / "m.json").write_text('[{"role": "user", "content": "Hello there, é."}]')
+    hashes = set()
+    with stub(round_ms=4.0) as served:
+        for words in (["--prompt-file", str(tmp_path / "p.txt")],
+                      ["--messages", str(tmp_path / "m.json")]):  # fmt: skip
+            code, out = run(capsys, "measure", served.url, *words, "--max-tokens", "4", "--json")
+            assert code == 0
+            hashes.add(json.loads(out)["repeats"][0]["prompt_sha256"])
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--max-tokens", "0"],
+        ["--repeats", "0"],
+        ["--engine", "nothing"],
+        ["--prompt", "nowhere"],
+        ["--temperature", "-1"],
+        ["--prompt-file", "/nonexistent/file"],
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_4(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    code, out = run(capsys, "measure", "http://127.0.0.1:1", *words)
+    assert code == 4
+    assert len(out.strip().splitlines()) == 1
+
+
+def test_an_interrupt_ends_it_at_once_and_says_so() -> None:
+    with stub(round_ms=50.0) as served:
+        client = subprocess.Popen(
+            [sys.executable, "-m", "pytest_dsv41", "measure", served.url, "--max-tokens", "9000"],
+            stdout=subprocess.PIPE,
+        )
+        started = threading.Event()
+        while not any(line["tokens"] for line in served.truth()):
+            assert client.poll() is None
+            started.wait(0.05)
+        client.send_signal(signal.SIGINT)
+        out, _ = client.communicate(timeout=30)
+    assert client.returncode == 1
+    assert out.startswith(b"FAILED stopped")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_a_corpus_is_cut_by_the_servers_own_tokenizer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, engine: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"word{i}" for i in range(300)))
+    folder = tmp_path / "corpus"
+    with stub(engine=engine) as served:
+        code, _ = run(
+            capsys, "corpus", "cut", served.url, str(text), str(folder), "--engine", engine,
+            "--cut", "a=40", "--cut", "b=60",
+        )  # fmt: skip
+        assert code == 0
+        assert run(capsys, "corpus", "cut", served.url, str(text), str(folder),
+                   "--engine", engine, "--cut", "c=99999")[0] == 4  # fmt: skip
+    cuts = Corpus.load(folder)
+    assert [cuts.prompt(name).tokens for name in ("a", "b")] == [40, 60]
+    assert run(capsys, "corpus", "check", str(folder))[0] == 0
+    (folder / "a.txt").write_text("changed")
+    assert run(capsys, "corpus", "check", str(folder))[0] != 0
+
+
+def test_every_command_says_what_it_does() -> None:
+    assert all(module.HELP for module in (measure, replay, corpus))
