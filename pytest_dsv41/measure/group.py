@@ -23,7 +23,7 @@ from pytest_dsv41.engines import Engine, Server, Snapshot, base_url, get_engine,
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.measure.cell import Request, prompt_identity
 from pytest_dsv41.measure.metrics import Value, values_of
-from pytest_dsv41.measure.stream import StreamRecord, read_stream
+from pytest_dsv41.measure.stream import StreamRecord, check_answer, read_stream
 from pytest_dsv41.measure.transport import WireTransport
 from pytest_dsv41.measure.wire import TRANSPORT, Call, Connection, Exchange, Finished, Limits, Loop
 
@@ -253,6 +253,10 @@ def stream_group(
         finished = _read_here(
             endpoint, calls, late, deadline_ns, stop, progress, context, keep_bytes, gauge
         )
+    for exchange in finished:
+        # What ended the group is said, not that it ended the others.
+        if exchange.status != 200 or (exchange.failure and exchange.failure.kind != "abandoned"):
+            check_answer(exchange)
     streams = [
         read_stream(
             exchange,
@@ -298,6 +302,7 @@ def _read_here(
                     deadline_ns=deadline_ns,
                     gates=gates,
                     tick=None if progress is None else lambda: progress(_far(exchanges, started)),
+                    together=True,
                 )
         finally:
             for exchange in exchanges:

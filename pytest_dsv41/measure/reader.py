@@ -118,5 +118,5 @@ def _run(
                 exchanges.append(exchange)
         except OSError as error:
             return Failure("connect", f"no connection: {one_line(str(error))}")
-        loop.run(exchanges, deadline_ns=deadline_ns)
+        loop.run(exchanges, deadline_ns=deadline_ns, together=True)
     return [exchange.result() for exchange in exchanges]

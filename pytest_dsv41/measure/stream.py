@@ -20,7 +20,7 @@ from pytest_dsv41.measure.sse import Event, SseParser, TooLongError
 from pytest_dsv41.measure.wire import Finished, Read
 from pytest_dsv41.text import one_line
 
-__all__ = ["EventRecord", "StreamRecord", "read_pieces", "read_stream"]
+__all__ = ["EventRecord", "StreamRecord", "check_answer", "read_pieces", "read_stream"]
 
 _NO_TEXT: Final = frozenset({"role", "tool_calls", "function_call"})
 
@@ -212,9 +212,7 @@ def read_stream(
         MeasurementFailed: the request did not deliver; `kind` says how.
         MeasurementRefused: it delivered and its counts contradict each other.
     """
-    if exchange.failure is not None:
-        raise MeasurementFailed(exchange.failure.kind, exchange.failure.message)
-    _check_head(exchange)
+    check_answer(exchange)
     record = read_pieces(
         exchange.pieces,
         exchange.reads,
@@ -263,7 +261,14 @@ def read_pieces(
     return reader.record(start_ns, send_ns, end_ns, prompt_sha256)
 
 
-def _check_head(exchange: Finished) -> None:
+def check_answer(exchange: Finished) -> None:
+    """Raise where an exchange failed or its answer is no stream.
+
+    Raises:
+        MeasurementFailed: as `read_stream`.
+    """
+    if exchange.failure is not None:
+        raise MeasurementFailed(exchange.failure.kind, exchange.failure.message)
     status = exchange.status
     if status != 200:
         raise MeasurementFailed(f"http-{status}", f"HTTP {status}: {_message(exchange.body)}")

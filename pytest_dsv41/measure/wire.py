@@ -481,6 +481,11 @@ class Exchange:
         """The response's headers, names in lower case."""
         return self.framing.headers
 
+    @property
+    def went_wrong(self) -> bool:
+        """Whether it has ended without a good answer's head or body."""
+        return self.finished and (self.failure is not None or self.status != 200)
+
     def result(self) -> Finished:
         """What was seen of it."""
         return Finished(
@@ -767,12 +772,14 @@ class Loop:
         deadline_ns: int,
         gates: Mapping[int, Gate] | None = None,
         tick: Callable[[], None] | None = None,
+        together: bool = False,
     ) -> None:
         """Run exchanges to their end, a failure, the deadline or the stop event.
 
         `gates[i]` holds exchange i back until it returns True; the others start at once, in
         order. `tick` is called about five times a second. An exchange that a deadline or a stop
-        ended has the failure `deadline` or `stopped`, and its socket is closed.
+        ended has the failure `deadline` or `stopped`, and its socket is closed. With `together` the
+        first one that fails ends the others, which have the failure `abandoned`.
         """
         waiting = dict(gates or {})
         for index, exchange in enumerate(exchanges):
@@ -787,6 +794,9 @@ class Loop:
                 return
             self.turn()
             now = self._returned
+            if together and any(exchange.went_wrong for exchange in exchanges):
+                self._abandon(exchanges, "abandoned", "another request of the group failed")
+                return
             if self.stop is not None and self.stop.is_set():
                 self._abandon(exchanges, "stopped", "the measurement was stopped")
                 return

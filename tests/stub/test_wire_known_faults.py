@@ -250,7 +250,6 @@ def test_events_of_one_packet_are_events_of_one_time(served: Serving) -> None:
     assert len(tokens) == 10
     assert tokens[0].t_ns == tokens[4].t_ns
     assert all(event.burst for event in tokens)
-    assert not any(event.merged for event in tokens)
 
 
 def test_a_finish_event_without_text_is_no_token(served: Serving) -> None:
@@ -276,6 +275,16 @@ def test_swallowed_tokens_are_counted_with_the_next_event(served: Serving) -> No
 def test_a_group_with_one_failure_has_no_value() -> None:
     with stub() as served:
         assert kind_of(served, "status=500:1", count=3) == "failed:http-500"
+
+
+def test_the_first_failure_ends_the_whole_group_at_once() -> None:
+    with stub(round_ms=50.0) as served:
+        # 4,000 rounds of 50 ms would be 200 seconds.
+        fault = "chunk-cut=3"
+        assert kind_of(served, fault, count=3, tokens=4000, deadline_s=600) == "failed:cut"
+        assert kind_of(served, "status=500:1", count=3, tokens=4000, deadline_s=600) == (
+            "failed:http-500"
+        )
 
 
 def test_a_hundred_and_fifty_streams_run_at_once() -> None:
