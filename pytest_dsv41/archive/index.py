@@ -29,7 +29,7 @@ from pytest_dsv41.archive.rows import DEFINITION, parse_line, row_key
 
 __all__ = ["Index", "Place", "StaleIndex", "drop_index", "index_path"]
 
-_FORMAT = 2
+_FORMAT = 3
 # Ids are hashes of what they stand for: nothing has to be looked up before a row is added.
 _TABLES = """
 CREATE TABLE bound (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -130,7 +130,10 @@ def _state(fd: int) -> str:
 
 
 class Index:
-    """One connection to an archive's index. Every method may raise `sqlite3.Error`."""
+    """One connection to an archive's index. Every method may raise `sqlite3.Error`.
+
+    It opens in a read transaction, so that all look-ups lock the file once and see one state.
+    """
 
     def __init__(self, connection: sqlite3.Connection, *, in_memory: bool) -> None:
         self._db = connection
@@ -158,13 +161,14 @@ class Index:
         connection = sqlite3.connect(file, timeout=2, isolation_level=None)
         try:
             connection.execute("PRAGMA synchronous=OFF")
-            connection.execute("PRAGMA journal_mode=PERSIST")
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version != _FORMAT:
+            connection.execute("BEGIN")
+            if connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
+                connection.execute("COMMIT")
                 connection.execute("BEGIN IMMEDIATE")
                 cls._wipe(connection)
                 connection.execute(f"PRAGMA user_version={_FORMAT}")
                 connection.execute("COMMIT")
+                connection.execute("BEGIN")
         except BaseException:
             connection.close()
             raise
@@ -185,9 +189,10 @@ class Index:
         self._db.close()
 
     @contextlib.contextmanager
-    def transaction(self, kind: str = "DEFERRED") -> Iterator[None]:
-        """Run the body in one transaction, rolled back if it raises."""
-        self._db.execute(f"BEGIN {kind}")
+    def changing(self) -> Iterator[None]:
+        """Run the body in one write transaction, rolled back if it raises."""
+        self.end()
+        self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
         except BaseException:
@@ -197,8 +202,9 @@ class Index:
         self._db.execute("COMMIT")
 
     def begin(self) -> None:
-        """Begin a read transaction: what follows sees one state of the index."""
-        self._db.execute("BEGIN")
+        """Begin a read transaction, unless there is one: what follows sees one state."""
+        if not self._db.in_transaction:
+            self._db.execute("BEGIN")
 
     def end(self) -> None:
         """End the read transaction, if there is one."""
@@ -237,7 +243,7 @@ class Index:
         Raises:
             ChainBroken, WrongSchema: as `chain.walk`.
         """
-        with self.transaction("IMMEDIATE"):
+        with self.changing():
             known = self._position(self._meta())
             if known is not None and not self._holds(fd, name, known):
                 known = None

@@ -201,12 +201,12 @@ def _append(
     found = index.refresh(fd, archive.name) if bound is None else Walk(bound)
     _refuse_rollback(archive, found.position, checkpoints, lambda seq: _sha_of(fd, index, seq))
     end = _settle(archive, fd, found, disk)
-    # One transaction for all look-ups: each on its own would lock the index's file again.
-    with index.transaction():
-        known = index.find_keys(batch)
-        for key, place in known.items():
-            there = line_fields(_line(fd, place))
-            _refuse_conflict(archive.name, batch[key].row, there, f"line {place.seq}")
+    index.begin()
+    known = index.find_keys(batch)
+    for key, place in known.items():
+        there = line_fields(_line(fd, place))
+        _refuse_conflict(archive.name, batch[key].row, there, f"line {place.seq}")
+    index.end()
     fresh = [row for key, row in batch.items() if key not in known]
     if not fresh:
         # Rows that a killed appender left may be in the page cache only: acknowledge after a sync.
@@ -215,7 +215,7 @@ def _append(
     lines, places, new_end = _lines(fresh, end)
     _write(archive, fd, lines, end, disk)
     # The batch is on disk. The index can fail now without harm: it is checked before it is used.
-    with contextlib.suppress(sqlite3.Error, OSError), index.transaction("IMMEDIATE"):
+    with contextlib.suppress(sqlite3.Error, OSError), index.changing():
         index.add(places)
         index.bind(fd, new_end)
     return _head(new_end)
@@ -494,7 +494,6 @@ def _open_indexed(archive: Path, stack: contextlib.ExitStack) -> Reader | None:
     if index.in_memory:
         return None
     try:
-        index.begin()
         end = index.bound(fd)
         if end is None:
             index.end()
