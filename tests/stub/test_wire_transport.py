@@ -16,7 +16,7 @@ import pytest
 from wire_groups import endpoint, requests, stub
 
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
-from pytest_dsv41.measure import Endpoint, greedy_answers, measure_group
+from pytest_dsv41.measure import Endpoint, Progress, greedy_answers, measure_group
 from pytest_dsv41.measure.transport import WireTransport
 from pytest_dsv41.measure.wire import Call, Exchange, Loop, parse_url
 from pytest_dsv41.stub import serve
@@ -179,6 +179,19 @@ def test_a_stop_ends_a_wait_for_counters_too() -> None:
             measure_group(endpoint(served), requests(), deadline_s=600, stop=stop)
         assert failed.value.kind == "stopped"
         timer.join()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_progress_tells_tokens_while_streams_run(engine: str) -> None:
+    seen: list[Progress] = []
+    with stub(engine=engine, draft_tokens=3, round_ms=30.0) as served:
+        measure_group(endpoint(served), requests(2, tokens=60), deadline_s=60, progress=seen.append)
+    assert seen
+    counts = [now.tokens for now in seen]
+    assert counts == sorted(counts)
+    assert 0 < counts[-1] <= 120
+    assert all(now.streams == 2 and now.finished < 2 for now in seen)
+    assert seen[-1].tok_s == pytest.approx(counts[-1] / seen[-1].elapsed_s)
 
 
 def test_nobody_listening_is_refused_with_the_reason() -> None:
