@@ -9,6 +9,7 @@ group of requests that lies between two snapshots.
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from pytest_dsv41.engines.counters import refuse_resets
+from pytest_dsv41.engines.counters import read_samples, refuse_resets
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.text import one_line
 
@@ -148,8 +149,14 @@ class Engine(ABC):
     """One dialect. Subclass it, give it a name, and put an instance into `ENGINES`."""
 
     name: ClassVar[str]
+    gauges: ClassVar[tuple[str, str]] = ("", "")
+    """The samples of requests that run, and that wait."""
     counters: ClassVar[tuple[str, ...]] = ()
     """Samples that never fall while one server lives."""
+    needed: ClassVar[tuple[str, ...]] = ()
+    """Those of them that every server of this dialect has."""
+    by_label: ClassVar[Mapping[str, str]] = {}
+    """Counters that are also kept apart by a label: sample to label."""
     counters_hint: ClassVar[str] = ""
     """What to do about a server without counters."""
 
@@ -220,15 +227,32 @@ class Engine(ABC):
             why = one_line(str(error) or type(error).__name__, 120)
             raise MeasurementRefused(kind, f"{url}{path} did not answer: {why}") from None
 
-    @abstractmethod
     def scrape(
         self, url: str, timeout: float = 5.0, client: httpx.Client | None = None
     ) -> Snapshot:
-        """Read the server's counters and gauges.
+        """Read the server's counters and gauges from `/metrics`.
 
         Raises:
             MeasurementRefused: kinds `no-counters`, `missing-family`, `bad-counter`.
         """
+        answer = self._get(url, "/metrics", timeout, client, kind="no-counters")
+        at = time.monotonic_ns()
+        if answer.status_code != 200:
+            hint = f": {self.counters_hint}" if self.counters_hint else ""
+            raise MeasurementRefused(
+                "no-counters", f"{url}/metrics answered {answer.status_code}{hint}"
+            )
+        sums, created = read_samples(
+            answer.text, (*self.gauges, *self.counters), label=self.by_label
+        )
+        missing = [name for name in (*self.gauges, *self.needed) if name not in sums]
+        if missing:
+            raise MeasurementRefused("missing-family", f"{url}/metrics has no {', '.join(missing)}")
+        running, waiting = (sums.pop(name) for name in self.gauges)
+        started = answer.headers.get("process-start-time-unix", "")
+        if started.isascii() and started.isdigit():
+            created["process-start-time-unix"] = float(started)
+        return Snapshot(at, sums, running, waiting, created)
 
     @abstractmethod
     def dress(self, body: dict[str, Any], *, cache: str, salt: str | None) -> dict[str, Any]:

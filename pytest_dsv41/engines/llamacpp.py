@@ -7,14 +7,10 @@ streams' own. Its server needs `--metrics`; `/slots` is looked at where it is th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-import httpx
-
 from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
-from pytest_dsv41.engines.counters import read_samples
 from pytest_dsv41.errors import MeasurementRefused
 
 __all__ = ["LlamaCpp"]
@@ -28,7 +24,7 @@ _STEPS: Final = "llamacpp:n_decode_total"
 _DRAFTS: Final = "llamacpp:spec_decode_num_drafts_total"
 _DRAFT_TOKENS: Final = "llamacpp:spec_decode_num_draft_tokens_total"
 _ACCEPTED: Final = "llamacpp:spec_decode_num_accepted_tokens_total"
-_NEEDED: Final = (_RUNNING, _WAITING, _TOKENS, _PROMPT)
+_NEEDED: Final = (_TOKENS, _PROMPT)
 _COUNTERS: Final = (_TOKENS, _PROMPT, _CACHED, _STEPS, _DRAFTS, _DRAFT_TOKENS, _ACCEPTED)
 
 
@@ -36,29 +32,10 @@ class LlamaCpp(Engine):
     """The dialect of llama.cpp's `llama-server`."""
 
     name: ClassVar[str] = "llamacpp"
+    gauges: ClassVar[tuple[str, str]] = (_RUNNING, _WAITING)
     counters: ClassVar[tuple[str, ...]] = _COUNTERS
+    needed: ClassVar[tuple[str, ...]] = _NEEDED
     counters_hint: ClassVar[str] = "start the server with --metrics"
-
-    def scrape(
-        self, url: str, timeout: float = 5.0, client: httpx.Client | None = None
-    ) -> Snapshot:
-        """Read `/metrics`; see `Engine.scrape`."""
-        where = f"{url}/metrics"
-        answer = self._get(url, "/metrics", timeout, client, kind="no-counters")
-        at = time.monotonic_ns()
-        if answer.status_code != 200:
-            raise MeasurementRefused(
-                "no-counters", f"{where} answered {answer.status_code}: {self.counters_hint}"
-            )
-        sums, created = read_samples(answer.text, (_RUNNING, _WAITING, *_COUNTERS))
-        missing = [name for name in _NEEDED if name not in sums]
-        if missing:
-            raise MeasurementRefused("missing-family", f"{where} has no {', '.join(missing)}")
-        running, waiting = sums.pop(_RUNNING), sums.pop(_WAITING)
-        started = answer.headers.get("process-start-time-unix")
-        if started is not None:
-            created["process-start-time-unix"] = float(started)
-        return Snapshot(at, sums, running, waiting, created)
 
     def dress(self, body: dict[str, Any], *, cache: str, salt: str | None) -> dict[str, Any]:  # noqa: ARG002
         """Ask for timings on every event; a cold request turns the prompt cache off."""

@@ -7,14 +7,10 @@ must move by exactly as many requests as were sent; then every other delta belon
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-import httpx
-
 from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
-from pytest_dsv41.engines.counters import read_samples
 from pytest_dsv41.errors import MeasurementRefused
 
 __all__ = ["Vllm"]
@@ -34,7 +30,7 @@ _DRAFT_TOKENS: Final = "vllm:spec_decode_num_draft_tokens_total"
 _ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_total"
 _PER_POS: Final = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
-_NEEDED: Final = (_RUNNING, _WAITING, _SUCCESS, _TOKENS, _DECODE_S, _DECODE_N)
+_NEEDED: Final = (_SUCCESS, _TOKENS, _DECODE_S, _DECODE_N)
 _COUNTERS: Final = (
     _SUCCESS, _TOKENS, _PROMPT, _HITS, _PREEMPT, _DECODE_S, _DECODE_N, _STEPS,
     _DRAFTS, _DRAFT_TOKENS, _ACCEPTED, _PER_POS,
@@ -45,25 +41,10 @@ class Vllm(Engine):
     """The dialect of vLLM's OpenAI server."""
 
     name: ClassVar[str] = "vllm"
+    gauges: ClassVar[tuple[str, str]] = (_RUNNING, _WAITING)
     counters: ClassVar[tuple[str, ...]] = _COUNTERS
-
-    def scrape(
-        self, url: str, timeout: float = 5.0, client: httpx.Client | None = None
-    ) -> Snapshot:
-        """Read `/metrics`; see `Engine.scrape`."""
-        where = f"{url}/metrics"
-        answer = self._get(url, "/metrics", timeout, client, kind="no-counters")
-        at = time.monotonic_ns()
-        if answer.status_code != 200:
-            raise MeasurementRefused("no-counters", f"{where} answered {answer.status_code}")
-        sums, created = read_samples(
-            answer.text, (_RUNNING, _WAITING, *_COUNTERS), label={_PER_POS: "position"}
-        )
-        missing = [name for name in _NEEDED if name not in sums]
-        if missing:
-            raise MeasurementRefused("missing-family", f"{where} has no {', '.join(missing)}")
-        running, waiting = sums.pop(_RUNNING), sums.pop(_WAITING)
-        return Snapshot(at, sums, running, waiting, created)
+    needed: ClassVar[tuple[str, ...]] = _NEEDED
+    by_label: ClassVar[Mapping[str, str]] = {_PER_POS: "position"}
 
     def dress(self, body: dict[str, Any], *, cache: str, salt: str | None) -> dict[str, Any]:
         """Ask for usage on every event, and for the cache salt; see `Engine.dress`."""

@@ -157,7 +157,9 @@ def measure_group(
         control_client(endpoint, stop=stop, deadline_ns=deadline_ns, context=context) as client,
     ):
         model = endpoint.model or engine.models(endpoint.url, client=client)[0]
-        before = _idle(engine, endpoint, client, stop)
+        before = _rest(
+            engine, endpoint, client, stop, _BUSY_S, "before the first request", lambda _: None
+        )
         watch = _Gauge(engine, endpoint, stop, deadline_ns, context, len(requests))
         exchanges, streams = stream_group(
             endpoint,
@@ -171,7 +173,13 @@ def measure_group(
             reader=reader,
             gauge=watch if any(request.late for request in requests) else None,
         )
-        after = _settled(engine, endpoint, client, before, streams, stop)
+        done = [stream.in_band for stream in streams]
+
+        def owed(now: Snapshot) -> str | None:
+            engine.same_server(before, now)
+            return engine.settled(before, now, done)
+
+        after = _rest(engine, endpoint, client, stop, _SETTLE_S, "after the last stream", owed)
         caches = [request.sampling.cache for request in requests]
         result = evaluate(engine, caches, streams, before, after, require=require)
         return replace(result, model=model, exchanges=tuple(exchanges))
@@ -384,56 +392,33 @@ def _pause(stop: threading.Event | None) -> None:
         raise MeasurementFailed("stopped", "the measurement was stopped")
 
 
-def _idle(
-    engine: Engine, endpoint: Endpoint, client: httpx.Client, stop: threading.Event | None
-) -> Snapshot:
-    """Two looks at an idle server that say the same."""
-    until = time.monotonic() + _BUSY_S
-    last = _look(engine, endpoint, client)
-    while True:
-        _pause(stop)
-        now = _look(engine, endpoint, client)
-        if now.still(last):
-            return now
-        if time.monotonic() > until:
-            if not now.idle:
-                raise MeasurementRefused(
-                    "foreign-request",
-                    f"the server is not idle before the first request: {now.running:g} running, "
-                    f"{now.waiting:g} waiting",
-                )
-            raise MeasurementRefused("unsettled", "the counters keep moving although nothing runs")
-        last = now
-
-
-def _settled(
+def _rest(
     engine: Engine,
     endpoint: Endpoint,
     client: httpx.Client,
-    before: Snapshot,
-    streams: Sequence[StreamRecord],
     stop: threading.Event | None,
+    seconds: float,
+    when: str,
+    owed: Callable[[Snapshot], str | None],
 ) -> Snapshot:
-    """The first of the looks at which everything is booked and nothing moves any more."""
-    until = time.monotonic() + _SETTLE_S
-    done = [stream.in_band for stream in streams]
+    """Look until two looks at an idle server say the same and it owes nothing; refuse in time."""
+    until = time.monotonic() + seconds
     last = _look(engine, endpoint, client)
     while True:
         _pause(stop)
         now = _look(engine, endpoint, client)
-        engine.same_server(before, now)
-        owed = engine.settled(before, now, done)
-        if now.still(last) and owed is None:
+        missing = owed(now)
+        if now.still(last) and missing is None:
             return now
         if time.monotonic() > until:
             if not now.idle:
                 raise MeasurementRefused(
                     "foreign-request",
-                    f"the server is not idle after the last stream: {now.running:g} running, "
+                    f"the server is not idle {when}: {now.running:g} running, "
                     f"{now.waiting:g} waiting",
                 )
             raise MeasurementRefused(
-                "unsettled", owed or "the counters keep moving although nothing runs"
+                "unsettled", missing or "the counters keep moving although nothing runs"
             )
         last = now
 
