@@ -132,6 +132,7 @@ class WindowPlugin:
         self.spec = spec
         self.factory = targets[spec.target.kind]
         self.mode = option(config, "window_plan")
+        self.session: pytest.Session | None = None
         self.run: WindowRun | None = None
         self.folder: Path | None = None
         self.refused: str | None = None
@@ -547,6 +548,13 @@ class WindowPlugin:
             when="call",
         )
         hook = self.config.hook
+        if self.session is not None:
+            # One case more than was collected: 100 % stays 100 %.
+            self.session.testscollected += 1
+        reporter = self.config.pluginmanager.getplugin("terminalreporter")
+        if reporter is not None:
+            # The line before has its percentage already; a change of file would write it again.
+            reporter.currentfspath = None
         with contextlib.suppress(OSError):
             hook.pytest_runtest_logstart(nodeid=nodeid, location=location)
             hook.pytest_runtest_logreport(report=report)
@@ -600,9 +608,18 @@ class WindowPlugin:
 
     # -- progress ----------------------------------------------------------------------------------
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Let everything that pytest writes take the progress line away first."""
+        self.session = session
+        reporter = self.config.pluginmanager.getplugin("terminalreporter")
+        writer = getattr(reporter, "_tw", None)
+        if writer is not None and hasattr(writer, "_file"):
+            writer._file = self._progress.guard(writer._file)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self) -> None:
-        # The terminal reporter writes next; the line must not stand in its way.
+        # Reporters that replace pytest's own write next; the line must not stand in their way.
         self._erase()
 
     def pytest_unconfigure(self) -> None:

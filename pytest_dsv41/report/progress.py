@@ -114,9 +114,12 @@ class _Guarded:
     def __init__(self, stream: TextIO, progress: Progress) -> None:
         self._stream = stream
         self._progress = progress
+        self.unfinished = False
 
     def write(self, text: str) -> int:
         self._progress.erase()
+        if text:
+            self.unfinished = not text.endswith("\n")
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -129,7 +132,7 @@ class Progress:
     Args:
         stream: where to write; None: a duplicate of standard error, closed with the progress.
         live: rewrite one line with cursor controls; None: if `stream` is a terminal that can.
-        enabled: False makes every method do nothing (`-qq`, `--no-window-progress`).
+        enabled: False makes every method do nothing (`-qq`).
         clock: seconds on a monotonic clock.
     """
 
@@ -150,7 +153,7 @@ class Progress:
         self._state: ProgressState | None = None
         self._shown = False
         self._last: float | None = None
-        self._guarded: TextIO | None = None
+        self._guarded: _Guarded | None = None
 
     @staticmethod
     def _can_rewrite(stream: TextIO) -> bool:
@@ -195,24 +198,25 @@ class Progress:
             if not moved and self._last is not None and now - self._last < interval:
                 return
             self._last = now
+            if self._guarded is not None:
+                # The other's text must be out before this line, the cursor where it ends.
+                with contextlib.suppress(OSError, ValueError):
+                    self._guarded.flush()
             if self._live:
-                if self._guarded is not None:
-                    # The cursor must stand where the other's text ends before it is left there.
-                    with contextlib.suppress(OSError, ValueError):
-                        self._guarded.flush()
                 self._write(_SHOW.format(progress_line(state, self._columns() - 1)))
                 self._shown = True
             else:
-                self._write(progress_line(state) + "\n")
+                self._write(f"{self._line_break()}{progress_line(state)}\n")
 
     def guard(self, stream: TextIO) -> TextIO:
         """Return `stream` such that whoever writes to it finds the line gone.
 
         For pytest's own output: everything it writes erases the line first, whichever hook wrote
-        it, and the next `update` shows the line again.
+        it, and the next `update` shows the line again. A plain line begins a line of its own, also
+        in the middle of what the other writes to the same pipe or file.
         """
-        self._guarded = stream
-        return cast(TextIO, _Guarded(stream, self))
+        self._guarded = _Guarded(stream, self)
+        return cast(TextIO, self._guarded)
 
     def erase(self) -> None:
         """Take the line away before somebody else writes; the next `update` shows it again."""
@@ -230,6 +234,17 @@ class Progress:
             if self._owned:
                 with contextlib.suppress(OSError, ValueError):
                     self._stream.close()
+
+    def _line_break(self) -> str:
+        """What ends the other's line, where it stands unfinished in the same place."""
+        other = self._guarded
+        if other is None or not other.unfinished:
+            return ""
+        with contextlib.suppress(OSError, ValueError):
+            if os.path.sameopenfile(self._stream.fileno(), other.fileno()):
+                other.unfinished = False
+                return "\n"
+        return ""
 
     def _columns(self) -> int:
         with contextlib.suppress(OSError, ValueError):

@@ -124,6 +124,37 @@ def test_a_guarded_stream_finds_the_line_gone(clock: Clock) -> None:
     assert out.writable()
 
 
+def test_a_plain_line_is_a_line_of_its_own_in_a_shared_pipe(clock: Clock) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as out, os.fdopen(os.dup(write), "w") as err:
+        progress = Progress(err, clock=clock)
+        guarded = progress.guard(out)
+        guarded.write("cells.py ..")
+        progress.update(item=2, items=3)
+        guarded.write(". [100%]\n")
+        clock.now += 9
+        progress.update(item=3, items=3)
+        guarded.write("3 passed\n")
+        guarded.flush()
+        told = os.read(read, 1000).decode()
+    os.close(read)
+    assert told.splitlines() == [
+        "cells.py ..",
+        "window: 2/3",
+        ". [100%]",
+        "window: 3/3",
+        "3 passed",
+    ]
+
+
+def test_a_plain_line_elsewhere_has_no_line_break_before_it(clock: Clock) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, clock=clock)
+    progress.guard(io.StringIO()).write("cells.py ..")
+    progress.update(item=2, items=3)
+    assert drain(stream) == "window: 2/3\n"
+
+
 def test_updates_in_quick_succession_are_not_all_written(clock: Clock) -> None:
     stream = io.StringIO()
     progress = Progress(stream, live=True, clock=clock)
