@@ -417,9 +417,12 @@ class Connection:
             self.sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
             self.stamped = True
         if self.sock.family != socket.AF_UNIX:
-            with contextlib.suppress(OSError, struct.error):
-                self.segments = 0
+            self.segments = 0
+            try:
                 self.count_segments()
+            except (OSError, struct.error):
+                # A kernel whose tcp_info ends before that field.
+                self.segments = None
 
 
 @dataclass(frozen=True)
