@@ -75,12 +75,18 @@ class _Closer:
         self.result = CloseResult()
         self.hold = Hold(target.hold_path())
 
-    def attempt(self, step: str, act: Callable[[], Any]) -> bool:
-        """Run one step; its failure is kept, and the steps after it are still asked."""
+    def attempt(
+        self, step: str, act: Callable[[], Any], result: dict[str, Any] | None = None
+    ) -> bool:
+        """Run one step; its failure is kept, and the steps after it are still asked.
+
+        What `act` puts into `result` stands in the step's end line.
+        """
         try:
-            with self.journal.step(step):
+            with self.journal.step(step) as detail:
                 self.lease.check()
                 act()
+                detail.update(result or {})
         except BaseException as error:  # noqa: BLE001 - the close never stops half way
             reason = one_line(str(error) or type(error).__name__)
             self.result.errors.append(f"{step}: {reason}")
@@ -94,13 +100,17 @@ class _Closer:
             intent = read_intent(self.campaign)
         except Dsv41Error as error:
             self.result.alerts.append(str(error))
+            self.result.restore = {"status": ALERT, "reason": str(error)}
             self.result.production_down = True
             return self.result
         if intent is not None and intent.window != self.window_id:
             self.result.alerts.append(f"the down-intent belongs to {intent.window}; not touched")
             return self.result
         if intent is None:
-            self.untouched()
+            if self.journal.begun("production-stop"):
+                self.given_back()
+            else:
+                self.untouched()
         else:
             self.restore(intent, stopped)
         if self.target.ephemeral:
@@ -115,12 +125,38 @@ class _Closer:
             raise TransportError(f"still alive: {', '.join(left)}")
 
     def untouched(self) -> None:
-        """Production was never taken down: only the own HOLD has to go."""
+        """Production is not down by this window: only the own HOLD has to go."""
         state, owner = self.hold.state_for_window(self.window_id)
         if state is HoldState.OWN:
             self.attempt("hold-close", lambda: self.hold.close(self.window_id))
         elif state is not HoldState.NONE and self.journal.begun("hold"):
             self.result.alerts.append(f"HOLD {self.hold.path} is {state.value}: {owner}")
+
+    def given_back(self) -> None:
+        """Production was taken down and no intent is left: an earlier close did it, or a person.
+
+        The intent goes last, so the journal of a close that removed it holds what was proved.
+        """
+        if self.journal.begun("intent-clear"):
+            self.untouched()
+            checked, watched = self.journal.ended("restore-check"), self.journal.ended("watch")
+            self.result.restore = {
+                "status": RESTORED,
+                "answers_identical": checked.get("identical"),
+                "answers_asked": checked.get("asked"),
+                "reason": "",
+            }
+            seen = ("passed", "samples", "largest_gap_s", "reason")
+            self.result.watch = {
+                "status": "PASS",
+                "seconds": watched.get("watched_s"),
+                **{key: watched[key] for key in seen if key in watched},
+            }
+            return
+        # The HOLD stays where it lies: nothing proves that production is itself.
+        self.fail(ALERT, "production was stopped, and no down-intent says how it came back")
+        self.result.production_down = not self.target.ephemeral and self.down()
+        self.result.alerts.append(self.result.restore["reason"])
 
     def restore(self, intent: Intent, stopped: bool) -> None:
         """Start, check, close the HOLD, watch, and only then forget that it was down."""
@@ -135,7 +171,13 @@ class _Closer:
             return
         if state is HoldState.NONE and not self.retake():
             return
-        if not stopped or not self.quiet():
+        if not stopped:
+            self.fail(
+                FAILED,
+                f"production is not started beside an experiment: {self.result.errors[0]}",
+            )
+            return
+        if not self.quiet():
             return
         with contextlib.suppress(OSError):
             write_intent(self.campaign, dataclasses.replace(intent, phase="RESTORING"))
@@ -146,9 +188,11 @@ class _Closer:
         self.progress("restore: six answers are compared", 0.0)
         if not self.verified(intent):
             return
-        if not self.attempt("hold-close", lambda: self.hold.close(self.window_id)):
+        released = self.attempt("hold-close", lambda: self.hold.close(self.window_id))
+        if not released:
             self.result.alerts.append(self.result.errors[-1])
-        if self.watched():
+        # A HOLD that is left needs the intent beside it: who finds it must know what it covers.
+        if self.watched() and released:
             self.attempt("intent-clear", lambda: clear_intent(self.campaign))
 
     def retake(self) -> bool:
@@ -191,7 +235,7 @@ class _Closer:
             if not found.passed:
                 raise RefusedByWorld(found.reason)
 
-        ok = self.attempt("restore-check", act)
+        ok = self.attempt("restore-check", act, outcome)
         self.result.restore = {
             "status": RESTORED if ok else FAILED,
             "answers_identical": outcome.get("identical", 0),
@@ -210,6 +254,7 @@ class _Closer:
         """The post-close watch."""
         seconds = self.limits.get("watch_s", 900.0)
         seen: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
 
         def act() -> None:
             found = watch(
@@ -218,10 +263,12 @@ class _Closer:
                 tick=lambda left: self.progress("watch: production is back and observed", left),
             )
             seen.update(dataclasses.asdict(found))
+            # A journal line's own `seconds` are the step's.
+            kept.update({"watched_s" if k == "seconds" else k: v for k, v in seen.items()})
             if not found.passed:
                 raise RefusedByWorld(found.reason)
 
-        ok = self.attempt("watch", act)
+        ok = self.attempt("watch", act, kept)
         self.result.watch = {"status": "PASS" if ok else "FAIL", **seen}
         if not ok:
             self.result.production_down = self.down()

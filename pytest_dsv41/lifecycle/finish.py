@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..archive import archive_append, archive_head, archive_spreads
+from ..archive.spread import pooled_cv
 from ..durable import dump_json, read_json_lines, write_atomic
 from ..errors import Dsv41Error, UsageError
 from ..text import one_line
@@ -92,16 +93,18 @@ def finish_window(
     alerts = list(closed.alerts)
     prior = read_prior(folder, plan)
     outcome = conclude(plan, values, stopped=stopped, report_only=report_only, prior=prior)
+    clocks = _clocks(journal.lines())
     # Before the append: the archive's spread is that of the windows before this one.
-    spreads = _spreads(plan, record, values)
-    archive = _archive(folder, plan, record, values, journal, alerts)
+    spreads = _spreads(plan, record, values, clocks)
+    archive = _archive(folder, plan, record, values, clocks, journal, alerts)
     lines = journal.lines()
     status, code = outcome.status, outcome.exit_code
     incomplete = list(outcome.incomplete)
     if closed.errors:
-        incomplete += [error for error in closed.errors if error not in alerts]
-        if code in (0, 10, 11):
-            alerts += [error for error in closed.errors if error not in alerts]
+        untold = [error for error in closed.errors if not any(error in told for told in alerts)]
+        incomplete += untold
+        # Also of a stopped window: 12 says that production is back and nothing is left.
+        alerts += untold
     if closed.production_down:
         code = EXIT_DOWN
     elif alerts:
@@ -231,11 +234,26 @@ def _starts(plan: Plan, lines: list[dict[str, Any]]) -> list[StartInfo]:
     return infos
 
 
+def _clocks(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Start to the clock cap that was recorded when it was up."""
+    return {
+        line["step"].partition(":")[2]: {
+            key: line[key] for key in ("clock_cap_mhz", "clock_source")
+        }
+        for line in lines
+        if str(line.get("step", "")).startswith("start:")
+        and line.get("event") == "end"
+        and "clock_cap_mhz" in line
+        and "clock_source" in line
+    }
+
+
 def _archive(
     folder: Path,
     plan: Plan,
     record: TargetRecord,
     values: list[dict[str, Any]],
+    clocks: Mapping[str, Mapping[str, Any]],
     journal: Journal,
     alerts: list[str],
 ) -> ArchiveUse | None:
@@ -243,12 +261,12 @@ def _archive(
     if plan.window.kind == "admission":
         return None
     path = Path(record.campaign) / ARCHIVE_NAME
-    caps = {
-        line["step"].partition(":")[2]: line
-        for line in journal.lines()
-        if str(line.get("step", "")).startswith("start:") and line.get("event") == "end"
-    }
     control = plan.window.control.name
+    measured_in = {v["start"] for v in values if v["arm"] == control and v["outcome"] == "measured"}
+    alerts += [
+        f"archive: the journal has no clock cap of start {start}; its values were not appended"
+        for start in sorted(measured_in - clocks.keys())
+    ]
     rows = [
         {
             "window": plan.window_id,
@@ -257,8 +275,7 @@ def _archive(
             "value": measured["value"],
             "max_tokens": value["max_tokens"],
             "commit": record.commit,
-            "clock_cap_mhz": caps.get(value["start"], {}).get("clock_cap_mhz", 1),
-            "clock_source": caps.get(value["start"], {}).get("clock_source", "none"),
+            **clocks[value["start"]],
             "date": record.date,
             "start": value["start"],
             "repeat": value["repeat"],
@@ -266,13 +283,14 @@ def _archive(
             "prompt_members": value["prompt_members"],
         }
         for value in values
-        if value["arm"] == control and value["outcome"] == "measured"
+        if value["arm"] == control and value["outcome"] == "measured" and value["start"] in clocks
         for metric, measured in sorted(value["values"].items())
     ]
     try:
         before = archive_head(path)
         if rows:
-            with journal.step("archive", rows=len(rows)):
+            head = [before.rows, before.sha256]
+            with journal.step("archive", rows=len(rows), before=head):
                 archive_append(path, rows)
         after = archive_head(path)
     except (Dsv41Error, ValueError, OSError) as error:
@@ -281,17 +299,31 @@ def _archive(
             f"append them with: dsv41 archive append {folder}"
         )
         return ArchiveUse(path=str(path))
+    # A window that is finished a second time found its own rows there already.
+    rows_before, sha256_before = next(
+        (
+            line["before"]
+            for line in journal.lines()
+            if (line.get("step"), line.get("event")) == ("archive", "begin") and "before" in line
+        ),
+        (before.rows, before.sha256),
+    )
     use = ArchiveUse(
         path=str(path),
-        before=ArchiveHead(rows=before.rows, sha256=before.sha256),
+        before=ArchiveHead(rows=rows_before, sha256=sha256_before),
         after=ArchiveHead(rows=after.rows, sha256=after.sha256),
-        appended=after.rows - before.rows,
+        appended=len(rows),
     )
     write_atomic(folder / "archive-head.json", dump_json(use.model_dump(mode="json")) + "\n")
     return use
 
 
-def _spreads(plan: Plan, record: TargetRecord, values: list[dict[str, Any]]) -> dict[str, Spread]:
+def _spreads(
+    plan: Plan,
+    record: TargetRecord,
+    values: list[dict[str, Any]],
+    clocks: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Spread]:
     """The control's relative SD in this window beside the archive's, for each decision metric."""
     control = plan.window.control.name
     path = Path(record.campaign) / ARCHIVE_NAME
@@ -308,7 +340,13 @@ def _spreads(plan: Plan, record: TargetRecord, values: list[dict[str, Any]]) -> 
                 continue
             archived = None
             try:
-                archived = _archived(path, cell.name, metric, own[0], record.commit)
+                definition = {
+                    "commit": record.commit,
+                    "max_tokens": own[0]["max_tokens"],
+                    "prompt_sha256": own[0]["prompt_sha256"],
+                    "clock_cap_mhz": clocks.get(own[0]["start"], {}).get("clock_cap_mhz"),
+                }
+                archived = _archived(path, cell.name, metric, definition, plan.window_id)
             except (Dsv41Error, ValueError, OSError):
                 # The archive's fault is an alert of its own; the window's spread still shows.
                 archived = None
@@ -320,15 +358,12 @@ def _spreads(plan: Plan, record: TargetRecord, values: list[dict[str, Any]]) -> 
 
 
 def _archived(
-    path: Path, cell: str, metric: str, value: dict[str, Any], commit: str
+    path: Path, cell: str, metric: str, definition: Mapping[str, Any], window_id: str
 ) -> float | None:
+    """The spread of that one definition over the archive's other windows."""
     for spread in archive_spreads(path, cell, metric):
-        if (
-            spread.commit == commit
-            and spread.max_tokens == value["max_tokens"]
-            and spread.prompt_sha256 == value["prompt_sha256"]
-        ):
-            return spread.cv_within
+        if definition.items() <= spread.definition.items():
+            return pooled_cv(one for one in spread.windows if one.window != window_id)[0]
     return None
 
 

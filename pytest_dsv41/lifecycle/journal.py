@@ -70,3 +70,14 @@ class Journal:
             for line in self.lines()
             if line.get("event") == "begin" and str(line.get("step", "")).startswith(prefix)
         ]
+
+    def ended(self, step: str) -> dict[str, Any]:
+        """The newest end line of a step, empty when it never ended well."""
+        return next(
+            (
+                line
+                for line in reversed(self.lines())
+                if (line.get("step"), line.get("event")) == (step, "end")
+            ),
+            {},
+        )
