@@ -13,6 +13,7 @@ import pytest
 
 from .errors import UsageError as OurUsageError
 from .measure import Cell
+from .measure.seeded import SeededCell
 from .neighbours import refuse_marks
 from .window.plan import Plan, PlannedItem, make_plan
 from .window.spec import WindowSpec
@@ -127,6 +128,7 @@ class CellCollector:
                     "estimated_s": found.cell.estimated_s,
                     "profile": found.cell.profile,
                     "kind": found.cell.kind,
+                    **_seeds(found.cell),
                 }
                 for name, found in self.found.items()
             }
@@ -179,6 +181,13 @@ class CellCollector:
                 if float(value) > 0:
                     seconds = min(seconds, float(value))
         item.add_marker(pytest.mark.timeout(seconds, method="signal", func_only=True), append=False)
+
+
+def _seeds(cell: Cell) -> dict[str, Any]:
+    """What a plan must know of a seeded cell besides its definition."""
+    if not isinstance(cell, SeededCell):
+        return {}
+    return {"pairs": cell.pairs, "report_only": cell.report_only}
 
 
 def _item_id(item: pytest.Item) -> str:

@@ -28,6 +28,7 @@ from .model import (
     load_window,
     missing_lines,
     number_text,
+    pairs_text,
     percent_text,
     restore_text,
     seconds_between,
@@ -77,6 +78,7 @@ def _template() -> Template:
         duration=duration_text,
     )
     environment.globals["interval"] = interval_text
+    environment.globals["pairs"] = pairs_text
     return environment.get_template("window.html.j2")
 
 

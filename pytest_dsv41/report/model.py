@@ -35,6 +35,7 @@ __all__ = [
     "load_window",
     "missing_lines",
     "number_text",
+    "pairs_text",
     "percent_text",
     "restore_text",
     "seconds_between",
@@ -351,6 +352,26 @@ def decision_rows(arm: str, decision: Mapping[str, Any]) -> tuple[SeriesRow, ...
                 )
             )
     return tuple(rows)
+
+
+def pairs_text(row: SeriesRow) -> str:
+    """Return what seeded pairs rest on: the start spread and the A/A check; "" for repeats."""
+    if "start_sd_registered" not in row.raw:
+        return ""
+    start_sd = percent_text(_number(row.raw, "start_sd"), signed=False, digits=2)
+    if row.raw["start_sd_registered"]:
+        start = f"start_sd {start_sd}, registered"
+    else:
+        start = "start_sd not registered, counts as 0"
+    aa = row.raw.get("aa")
+    if not isinstance(aa, Mapping):
+        return f"{start}; no built-in A/A (one control start)"
+    low, high = _number(aa, "low"), _number(aa, "high")
+    found = "DRIFT" if aa.get("drift") else "no drift"
+    return (
+        f"{start}; A/A {percent_text(_number(aa, 'gain'))}, 95 % interval "
+        f"{interval_text(low, high)}, p {number_text(_number(aa, 'p'))}: {found}"
+    )
 
 
 def series_rows(files: WindowFiles) -> tuple[SeriesRow, ...]:

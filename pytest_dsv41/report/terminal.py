@@ -34,6 +34,7 @@ from .model import (
     interval_text,
     missing_lines,
     number_text,
+    pairs_text,
     percent_text,
     restore_text,
     seconds_between,
@@ -178,6 +179,11 @@ def _decision(
                     )
                 )
     parts.append(_table(rows))
+    parts += [
+        _indented(safe(f"pairs of {row.cell} {row.metric}: {told}", "dim"))
+        for row in rows
+        if (told := pairs_text(row))
+    ]
     parts += _why(rows, sentences)
     return Group(*parts)
 

@@ -19,11 +19,12 @@ from ..archive.rows import DEFINITION
 from ..durable import dump_json, read_json_lines, write_atomic
 from ..errors import Dsv41Error
 from ..text import one_line
-from .source import choices, read_regular
+from .deciding import judged
+from .source import read_regular
 from .spec import WindowSpec
 
 if TYPE_CHECKING:
-    from ..decision_v2 import Advice, CellResult, SeededSeries, SeriesResult
+    from ..decision_v2 import Advice, CellResult, SeriesResult
     from .plan import Plan
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "advice_text",
     "check_advice",
     "freeze_prior",
-    "judged",
     "moderated",
     "read_prior",
     "widened",
@@ -46,24 +46,10 @@ MODERATED: Final = "win3-moderated"
 WIDENED: Final = "widened-aa"
 """The two advisory rules, as `decision_v2` names them."""
 
-_MIN_PAIRS = 6
-"""Least pairs of a seeded cell (RULES section 2)."""
 _MAX_FILE = 1 << 26
 
 
 # -- registered -----------------------------------------------------------------------------------
-
-
-def is_seeded(definition: Mapping[str, Any]) -> bool:
-    """Whether a cell's repeats are registered seeds."""
-    return "seed_base" in definition
-
-
-def judged(
-    spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]], *, seeded: bool
-) -> tuple[str, ...]:
-    """The decision cells whose repeats are, or are not, registered seeds."""
-    return tuple(name for name in spec.decision_cells if is_seeded(cells[name]) is seeded)
 
 
 def check_advice(spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]]) -> None:
@@ -86,8 +72,6 @@ def check_advice(spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]]) -> No
         _check_moderated(spec, cells)
     if use.widened_aa:
         _check_widened(spec, cells)
-    elif use.start_sd:
-        raise spec.error(("advice", "start_sd"), "belongs to widened_aa = true, which is not set")
 
 
 def _check_moderated(spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]]) -> None:
@@ -108,29 +92,17 @@ def _check_widened(spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]]) -> 
         raise spec.error(
             key, f"needs a seeded decision cell; not seeded: {', '.join(spec.decision_cells)}"
         )
-    roles = [spec.arm(start.arm).role for start in spec.starts]
-    if roles != ["control", "candidate", "control"]:
+    if spec.starts[-1].arm != spec.control.name:
         raise spec.error(
             key,
             "needs a candidate start between two control starts (C/X/C), "
             f"not '{one_line(spec.schedule, 60)}'",
         )
-    repeats = {spec.repeats_of(start.name) for start in spec.starts}
-    if len(repeats) > 1 or min(repeats) < _MIN_PAIRS:
-        raise spec.error(
-            key, f"needs pairs: equal repeats in every start, {_MIN_PAIRS} of them or more"
-        )
-    wanted = [f"{name}/{spec.cell(name).primary}" for name in names]
-    for given in spec.advice.start_sd:
-        if given not in wanted:
+    for name in names:
+        wanted = f"{name}/{spec.cell(name).primary}"
+        if wanted not in spec.start_sd:
             raise spec.error(
-                ("advice", "start_sd", given),
-                f"no primary of a seeded decision cell{choices(given, wanted)}",
-            )
-    for name in wanted:
-        if name not in spec.advice.start_sd:
-            raise spec.error(
-                key, f"needs the start spread of '{name}' in advice.start_sd, a fraction"
+                key, f"needs the start spread of '{wanted}' in window.start_sd, a fraction"
             )
 
 
@@ -291,22 +263,11 @@ def moderated(plan: Plan, cell: str, result: SeriesResult, frozen: FrozenPrior) 
     return _of(result, Advice(MODERATED, line, {"call": None}))
 
 
-def widened(series: SeededSeries, start_sd: float) -> Advice:
-    """What win2-paired-v1 says of a seeded cell when its A/A check knows the start spread.
+def widened(result: CellResult) -> Advice:
+    """What win2-paired-v1 says of a seeded cell when its A/A check knows the start spread."""
+    from ..decision_v2 import widened_aa_advice
 
-    Raises:
-        Refused: the pairs cannot be judged.
-    """
-    from ..decision_v2 import decide_paired_cell, widened_aa_advice
-
-    result: CellResult = decide_paired_cell(
-        series.cell, [series], start_sd={series.metric: start_sd}
-    )
-    advice = widened_aa_advice(result)
-    return _of(
-        result.series[0],
-        dataclasses.replace(advice, line=f"By seeded pairs, {_within(advice.line)}"),
-    )
+    return _of(result.series[0], widened_aa_advice(result))
 
 
 def _of(result: SeriesResult, advice: Advice) -> Advice:

@@ -19,8 +19,8 @@ from ..durable import dump_json
 from ..errors import UsageError
 from ..text import one_line
 from .advice import MODERATED, WIDENED, check_advice
+from .deciding import check_deciding, in_pairs, is_seeded, profile_of
 from .schedule import Start, layout
-from .seeded import check_deciding
 from .source import choices, shown
 from .spec import WindowSpec
 
@@ -99,14 +99,18 @@ class Plan:
 
     def profile(self, cell: str) -> str:
         """The profile of a cell, "single" or "multi": the window's word, else the cell's own."""
-        return self.window.cell(cell).profile or str(self.cells[cell].get("profile", "single"))
+        return profile_of(self.window.cell(cell), self.cells[cell])
 
     def primary(self, cell: str) -> str:
         """The primary metric of a cell; a report-only cell that names none has its kind's own."""
         named = self.window.cell(cell).primary
         if named:
             return named
-        return "ttft_ms" if self.cells[cell].get("kind") == "prefill" else "ms_per_round"
+        if self.cells[cell].get("kind") == "prefill":
+            return "ttft_ms"
+        # The luck of a seed cancels in the pair, so a seeded request has its speed as it is.
+        alone = is_seeded(self.cells[cell]) and self.profile(cell) == "single"
+        return "decode_tok_s" if alone else "ms_per_round"
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `from_json` reads it back."""
@@ -173,7 +177,8 @@ def make_plan(
             cell's own `estimated_s`, the file's `estimated_s` over both.
 
     Raises:
-        SpecError: the window names a cell that does not exist, or advice that cannot apply.
+        SpecError: the window names a cell that does not exist, decision cells that no one rule
+            can judge, or advice that cannot apply.
     """
     used: dict[str, dict[str, Any]] = {}
     seconds: dict[str, float] = {}
@@ -316,6 +321,8 @@ def _designs(plan: Plan, spreads: Spreads | None) -> list[dict[str, Any]]:
 
 
 def _design(plan: Plan, cell: str, arm: str, spreads: Spreads | None) -> dict[str, Any]:
+    if in_pairs(plan.window, plan.cells[cell]):
+        return _seeded_design(plan, cell, arm, spreads)
     window = plan.window
     use = window.cell(cell)
     places = layout(plan, cell, arm)
@@ -353,6 +360,76 @@ def _design(plan: Plan, cell: str, arm: str, spreads: Spreads | None) -> dict[st
         "expected_gain": use.expected_gain,
         "notes": notes,
     }
+
+
+def _seeded_design(plan: Plan, cell: str, arm: str, spreads: Spreads | None) -> dict[str, Any]:
+    window = plan.window
+    use = window.cell(cell)
+    pairs = window.repeats_of(plan.starts[0].name)
+    controls = len(plan.starts) - 1
+    primary = plan.primary(cell)
+    start_sd = window.start_sd.get(f"{cell}/{primary}")
+    cv = spreads(cell, primary) if spreads else None
+    notes: list[str] = []
+    if use.decision and controls == 1:
+        notes.append(_NO_AA)
+    if use.decision and (
+        unregistered := [
+            metric for metric in (primary, *use.guards) if f"{cell}/{metric}" not in window.start_sd
+        ]
+    ):
+        notes.append(_unregistered(unregistered, built_in_aa=controls == 2))
+    # Between-start spread does not shrink with more pairs of the same starts.
+    drift = 0.0 if start_sd is None else start_sd * (1 + 1 / controls) ** 0.5
+    if drift and pairs >= 2:
+        floor = _paired_half(pairs, 0.0, drift)
+        notes.append(
+            f"the registered start_sd of {100 * (start_sd or 0):g} % alone holds the interval at "
+            f"±{100 * floor:.2f} %, whatever the number of pairs adds"
+        )
+    return {
+        "cell": cell,
+        "arm": arm,
+        "decision": use.decision,
+        "profile": plan.profile(cell),
+        "primary": primary,
+        "guards": list(use.guards),
+        "design": f"seeded:{pairs}",
+        "paired": True,
+        "control_repeats": pairs * controls,
+        "candidate_repeats": pairs,
+        "built_in_aa": controls == 2,
+        "start_sd": start_sd,
+        "least_p": 2.0 ** (1 - pairs),
+        "archive_cv": cv,
+        "half_width": None if cv is None or pairs < 2 else _paired_half(pairs, cv, drift),
+        "expected_gain": use.expected_gain,
+        "notes": notes,
+    }
+
+
+_NO_AA = (
+    "one control start: there is no built-in A/A, so a start that happens to be fast or slow looks "
+    "like an effect; where starts differ by 1 % and nobody registered it, a candidate without "
+    "effect is called WIN up to 8 % and LOSS up to 13 % of the time; C/X/C has the check"
+)
+
+
+def _unregistered(metrics: Sequence[str], *, built_in_aa: bool) -> str:
+    said = (
+        f"start_sd is unregistered for {', '.join(metrics)} and counts as 0: what starts differ "
+        "by is taken for an effect"
+    )
+    if built_in_aa:
+        said += "; at 1 % about 5 % false WIN and 10 % false LOSS"
+    return said
+
+
+def _paired_half(pairs: int, cv: float, drift: float) -> float:
+    """t · √(dcv²/n + drift²), dcv = √2 · cv: the seeded interval as a design's half-width."""
+    from ..decision_v2 import half_width
+
+    return half_width(f"seeded:{pairs}", diff_cv=(2 * cv**2 + pairs * drift**2) ** 0.5)
 
 
 def _half_width(design: str, cv: float, *, bracket: bool) -> float:
@@ -467,9 +544,10 @@ def _start_lines(plan: Plan) -> list[str]:
 def _design_lines(row: Mapping[str, Any], *, alone: bool) -> list[str]:
     what = row["cell"] if alone else f"{row['cell']}, arm {row['arm']}"
     if row["paired"]:
+        seeded = "seeded " if row["design"].startswith("seeded") else ""
         text = (
-            f"{what}: {row['candidate_repeats']} pairs; the least p a sign flip of them can reach "
-            f"is {row['least_p']:.2g}"
+            f"{what}: {row['candidate_repeats']} {seeded}pairs; the least p a sign flip of them "
+            f"can reach is {row['least_p']:.2g}"
         )
     else:
         text = (

@@ -51,7 +51,6 @@ __all__ = [
 
 MIN_REPEATS = 3
 """Least repeats of an arm in a decision cell (RULES section 1)."""
-MAX_DECISION_CELLS = 2
 MAX_ITEMS = 100_000
 _MAX_REPEATS = 10_000
 _MAX_TABLES = 256
@@ -168,14 +167,10 @@ class Limits(_Frozen):
 
 
 class AdviceUse(_Frozen):
-    """Advice that is shown beside the verdict and never decides; off unless it is registered.
-
-    `start_sd` maps `<cell>/<primary>` to the registered between-start SD, a fraction.
-    """
+    """Advice that is shown beside the verdict and never decides; off unless it is registered."""
 
     moderated: bool = False
     widened_aa: bool = False
-    start_sd: dict[str, _Fraction] = Field(default_factory=dict)
 
 
 class TargetTable(_Frozen):
@@ -214,6 +209,8 @@ class WindowSpec(_Frozen):
     pairing: Pairing
     interleave: bool
     by_profile: bool
+    start_sd: dict[str, float] = Field(default_factory=dict)
+    """Registered between-start SD (a fraction) of seeded pairs, by `<cell>/<metric>`."""
     report_only: bool
     limits: Limits
     advice: AdviceUse = AdviceUse()
@@ -298,6 +295,7 @@ class _Window(_Table):
     pairing: Pairing | None = None
     interleave: bool = False
     by_profile: bool = False
+    start_sd: dict[str, _Fraction] = Field(default_factory=dict)
     seed: Annotated[int, AfterValidator(_seed)] | None = None
     out: _Folder = "dsv41-windows"
     campaign: _Folder | None = None
@@ -564,6 +562,7 @@ class _Reader:
             pairing=pairing,
             interleave=window.interleave,
             by_profile=window.by_profile,
+            start_sd=window.start_sd,
             report_only=report_only,
             limits=Limits(**limits.model_dump()),
             advice=AdviceUse(**advice.model_dump()),
@@ -755,11 +754,6 @@ class _Reader:
                 key,
                 "no cell has decision = true; name one or two decision cells, or use "
                 'kind = "report"',
-            )
-        if len(deciding) > MAX_DECISION_CELLS:
-            self._fail(
-                ("cells", deciding[MAX_DECISION_CELLS], "decision"),
-                f"{len(deciding)} decision cells; at most {MAX_DECISION_CELLS}",
             )
 
     def _check_metrics(self, arms: Sequence[Arm], cells: Sequence[CellUse]) -> None:

@@ -1,6 +1,7 @@
 """From the values of a window to its status and exit code: the plan and the values alone decide.
 
-Each candidate arm gets a decision of its own by rule win2-v1 (RULES section 1). A window in which
+Each candidate arm gets a decision of its own: by rule win2-v1 (RULES section 1), or where the
+decision cells are seeded by win2-paired-v1 (section 2), per profile. A window in which
 anything planned for a decision is missing, failed, refused or skipped is INCOMPLETE; what can still
 be judged is judged and marked provisional, and never makes it a CANDIDATE.
 """
@@ -22,7 +23,10 @@ from ..decision_v2 import (
     SeededSeries,
     Series,
     decide_cell,
+    decide_paired_cell,
+    decide_paired_window,
     decide_window,
+    report_paired_window,
     report_window,
     seeded_series,
 )
@@ -31,15 +35,14 @@ from ..errors import UsageError
 from ..text import one_line
 from .advice import (
     MODERATED,
-    WIDENED,
     FrozenPrior,
     advice_text,
-    judged,
     moderated,
     widened,
 )
+from .deciding import in_pairs, is_seeded, judged
 from .plan import Plan, PlannedItem
-from .schedule import Start, layout
+from .schedule import layout
 from .source import read_regular, shown
 from .summary import Status
 
@@ -135,7 +138,7 @@ class _Judge:
             self._incomplete.append("nothing was measured")
         status = self._status(decisions)
         provisional = status == INCOMPLETE
-        advice = {arm: self._advice(arm, found, prior) for arm, found in decisions.items()}
+        advice = {arm: self._advice(found, prior) for arm, found in decisions.items()}
         return Outcome(
             status=status,
             exit_code=EXIT_CODES[status],
@@ -194,24 +197,63 @@ class _Judge:
 
     def _decide(self, arm: str) -> Decision | None:
         """The decision of one arm over the cells that can be judged; None when none can."""
-        series: list[Series] = []
+        repeats: dict[str, list[Series]] = {}
+        pairs: dict[str, list[SeededSeries]] = {}
         deciding: list[str] = []
         for use in self._window.cells:
             decides = use.decision and self._decides
             try:
-                cell = self._series(use.name, arm, decides=decides)
-                if decides:
-                    decide_cell(cell)
-                    deciding.append(use.name)
+                definition = self._plan.cells[use.name]
+                if in_pairs(self._window, definition):
+                    seeded = self._pairs(use.name, arm, decides=decides)
+                    if decides:
+                        decide_paired_cell(use.name, seeded)
+                    pairs[use.name] = seeded
+                elif decides and is_seeded(definition):
+                    raise Refused("is seeded, and the starts have no pairs", cell=use.name)
+                else:
+                    series = self._series(use.name, arm, decides=decides)
+                    if decides:
+                        decide_cell(series)
+                    repeats[use.name] = series
             except Refused as refusal:
                 self._missing(use.decision, f"arm {arm}: {one_line(str(refusal))}")
                 continue
-            series += cell
-        if not series:
+            if decides:
+                deciding.append(use.name)
+        found = [
+            *([self._of_pairs(pairs, [n for n in deciding if n in pairs])] if pairs else []),
+            *(
+                [self._of_repeats(repeats, [n for n in deciding if n in repeats])]
+                if repeats
+                else []
+            ),
+        ]
+        if not found:
             return None
+        # The plan has decision cells of one kind only: that kind's rule is the window's.
+        ruling = max(found, key=lambda one: len(one.decision_cells))
+        cells = {name: cell for one in found for name, cell in one.cells.items()}
+        in_order = {use.name: cells[use.name] for use in self._window.cells if use.name in cells}
+        return dataclasses.replace(ruling, cells=in_order)
+
+    def _of_repeats(
+        self, cells: Mapping[str, Sequence[Series]], deciding: Sequence[str]
+    ) -> Decision:
+        series = [one for cell in cells.values() for one in cell]
         if not deciding:
             return report_window(series)
         return decide_window(series, deciding, groups=self._groups(deciding))
+
+    def _of_pairs(
+        self, cells: Mapping[str, Sequence[SeededSeries]], deciding: Sequence[str]
+    ) -> Decision:
+        judged_here = {f"{name}/{one.metric}" for name, cell in cells.items() for one in cell}
+        registered = self._window.start_sd.items()
+        start_sd = {key: sd for key, sd in registered if key in judged_here}
+        if not deciding:
+            return report_paired_window(cells, start_sd=start_sd)
+        return decide_paired_window(cells, deciding, start_sd=start_sd)
 
     def _groups(self, cells: Iterable[str]) -> dict[str, list[str]] | None:
         if not self._window.by_profile:
@@ -224,20 +266,8 @@ class _Judge:
     def _series(self, cell: str, arm: str, *, decides: bool) -> list[Series]:
         """The series of a cell, primary first. Raises `Refused` when there is nothing to judge."""
         places = layout(self._plan, cell, arm)
-        metrics = [self._plan.primary(cell), *self._window.cell(cell).guards]
         used = [*(item for group in places.control for item in group), *places.candidate]
-        if not decides:
-            # A reported cell shows what it has: a metric that was never measured drops out.
-            metrics = [name for name in metrics if any(self._value(i, name) for i in used)]
-        if not metrics:
-            raise Refused("nothing was measured", cell=cell)
-        lacking: dict[str, list[str]] = {}
-        for item in dict.fromkeys(used):
-            for name in metrics:
-                if item in self._records and self._value(item, name) is None:
-                    lacking.setdefault(name, []).append(item)
-        for name, ids in lacking.items():
-            self._missing(decides, f"{_listed(ids)} without {name}")
+        metrics = self._metrics(cell, used, decides=decides)
 
         def whole(*ids: str) -> bool:
             return all(self._value(item, name) is not None for item in ids for name in metrics)
@@ -257,6 +287,64 @@ class _Judge:
             self._one_series(cell, name, controls, candidates, paired=places.paired)
             for name in metrics
         ]
+
+    def _pairs(self, cell: str, arm: str, *, decides: bool) -> list[SeededSeries]:
+        """The pairs of a seeded cell, primary first; repeat r is pair r in every start.
+
+        Raises `Refused` when a pair that decides is not whole, or the prompts are not proved one.
+        """
+        control = self._window.control.name
+        starts = [start.name for start in self._plan.starts if start.arm in (control, arm)]
+        items = {
+            (item.start, item.repeat): item.id for item in self._plan.items if item.cell == cell
+        }
+        metrics = self._metrics(cell, list(items.values()), decides=decides)
+
+        def whole(repeat: int) -> bool:
+            return all(
+                self._value(items[start, repeat], metric) is not None
+                for start in starts
+                for metric in metrics
+            )
+
+        def record(start: str) -> dict[str, Any]:
+            pairs = [
+                {
+                    "pair": repeat,
+                    "prompt_sha256": self._records[item].get("prompt_sha256"),
+                    "values": self._records[item]["values"],
+                }
+                for (name, repeat), item in items.items()
+                # A reported cell shows the pairs it has; one that decides needs every one.
+                if name == start and item in self._records and (decides or whole(repeat))
+            ]
+            return {"cell": cell, "report_only": not decides, "pairs": pairs}
+
+        first, mine, *second = map(record, starts)
+        return seeded_series(
+            first,
+            mine,
+            second[0] if second else None,
+            metrics=metrics,
+            profile=self._plan.profile(cell),
+        )
+
+    def _metrics(self, cell: str, used: Sequence[str], *, decides: bool) -> list[str]:
+        """The metrics of a cell, primary first; what measured items lack is noted."""
+        metrics = [self._plan.primary(cell), *self._window.cell(cell).guards]
+        if not decides:
+            # A reported cell shows what it has: a metric that was never measured drops out.
+            metrics = [name for name in metrics if any(self._value(i, name) for i in used)]
+        if not metrics:
+            raise Refused("nothing was measured", cell=cell)
+        lacking: dict[str, list[str]] = {}
+        for item in dict.fromkeys(used):
+            for name in metrics:
+                if item in self._records and self._value(item, name) is None:
+                    lacking.setdefault(name, []).append(item)
+        for name, ids in lacking.items():
+            self._missing(decides, f"{_listed(ids)} without {name}")
+        return metrics
 
     def _one_series(
         self,
@@ -313,9 +401,7 @@ class _Judge:
 
     # -- advice ------------------------------------------------------------------------------------
 
-    def _advice(
-        self, arm: str, decision: Decision, prior: FrozenPrior | None
-    ) -> dict[str, list[Advice]]:
+    def _advice(self, decision: Decision, prior: FrozenPrior | None) -> dict[str, list[Advice]]:
         """The registered advice on each decision cell that was judged: {cell: advice}."""
         use = self._window.advice
         given: dict[str, list[Advice]] = {}
@@ -326,36 +412,9 @@ class _Judge:
                     given[cell] = [moderated(self._plan, cell, one, prior) for one in series]
         if use.widened_aa:
             for cell in judged(self._window, self._plan.cells, seeded=True):
-                if cell in decision.cells:
-                    given[cell] = [self._widened(cell, arm)]
+                if cell in decision.cells and decision.cells[cell].series:
+                    given[cell] = [widened(decision.cells[cell])]
         return given
-
-    def _widened(self, cell: str, arm: str) -> Advice:
-        metric = self._plan.primary(cell)
-        try:
-            start_sd = self._window.advice.start_sd[f"{cell}/{metric}"]
-            return widened(self._seeded(cell, metric, arm), start_sd)
-        except Refused as refusal:
-            told = ": ".join(part for part in (refusal.arm, refusal.what) if part)
-            line = f"By seeded pairs: no advice ({one_line(told)})."
-            return Advice(WIDENED, line, {"metric": metric, "call": None})
-
-    def _seeded(self, cell: str, metric: str, arm: str) -> SeededSeries:
-        """The pairs of a seeded cell; repeat r is pair r in every start. Raises `Refused`."""
-        controls = [start for start in self._plan.starts if start.arm == self._window.control.name]
-        mine = next(start for start in self._plan.starts if start.arm == arm)
-
-        def record(start: Start) -> dict[str, Any]:
-            pairs = [
-                {"pair": item.repeat, **self._records[item.id]}
-                for item in self._plan.items
-                if (item.start, item.cell) == (start.name, cell) and item.id in self._records
-            ]
-            return {"cell": cell, "pairs": pairs}
-
-        c1, c2 = (record(start) for start in controls)
-        profile = self._plan.profile(cell)
-        return seeded_series(c1, record(mine), c2, metrics=[metric], profile=profile)[0]
 
     def _advisory(
         self,
@@ -408,8 +467,8 @@ class _Judge:
 
 def _verdicts(decision: Decision) -> list[tuple[str | None, str, tuple[str, ...]]]:
     """(profile, verdict, cells) of each verdict a decision gives: one a profile, or one in all."""
-    if decision.groups:
-        return [(name, group.verdict, group.cells) for name, group in decision.groups.items()]
+    if groups := decision.groups or decision.profiles:
+        return [(name, group.verdict, group.cells) for name, group in groups.items()]
     return [(None, decision.verdict, decision.decision_cells)]
 
 
