@@ -35,6 +35,7 @@ class Recorded:
     """What a cell has recorded for its item: metric to value, and the prompts it came from."""
 
     values: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
     prompt_sha256: str | None = None
     prompt_members: tuple[str, ...] = ()
 
@@ -77,6 +78,7 @@ class Measure:
             )
         for metric, value in result.values.items():
             self.recorded.values[metric] = dataclasses.asdict(value)
+        self.recorded.missing = dict(result.missing)
         self.recorded.prompt_sha256 = result.prompt_sha256
         self.recorded.prompt_members = tuple(result.prompt_members)
         return result

@@ -363,6 +363,8 @@ class WindowPlugin:
                 run.request_stop(f"{planned.id} came out of the planned order")
             self._last_index = planned.index
             run.before_item(planned)
+            # Only now: the time that a start takes is not the item's.
+            self._begun[planned.id] = (_utc(), time.monotonic())
         except StartFailed as error:
             item.stash[CAUSE] = error
             if self._ends_window(planned):
@@ -458,6 +460,11 @@ class WindowPlugin:
             "kind": kind,
             "reason": one_line(reason) if reason else None,
             "values": recorded.values if recorded and outcome == "measured" else {},
+            "missing": {
+                metric: why
+                for metric, why in (recorded.missing if recorded else {}).items()
+                if outcome == "measured" and recorded and metric not in recorded.values
+            },
             "prompt_sha256": recorded.prompt_sha256 if recorded else None,
             "prompt_members": list(recorded.prompt_members) if recorded else [],
             "max_tokens": self.collector.found[planned.cell].cell.max_tokens,

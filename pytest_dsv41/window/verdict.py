@@ -337,13 +337,13 @@ class _Judge:
             metrics = [name for name in metrics if any(self._value(i, name) for i in used)]
         if not metrics:
             raise Refused("nothing was measured", cell=cell)
-        lacking: dict[str, list[str]] = {}
+        lacking: dict[tuple[str, str], list[str]] = {}
         for item in dict.fromkeys(used):
             for name in metrics:
                 if item in self._records and self._value(item, name) is None:
-                    lacking.setdefault(name, []).append(item)
-        for name, ids in lacking.items():
-            self._missing(decides, f"{_listed(ids)} without {name}")
+                    lacking.setdefault((name, self._why(item, name)), []).append(item)
+        for (name, why), ids in lacking.items():
+            self._missing(decides, f"{_listed(ids)} without {name}{why}")
         return metrics
 
     def _one_series(
@@ -399,6 +399,12 @@ class _Judge:
         value = values.get(metric) if isinstance(values, Mapping) else None
         return value if isinstance(value, Mapping) and "value" in value else None
 
+    def _why(self, item: str, metric: str) -> str:
+        """What the record says of a metric that it lacks, in words that follow the metric."""
+        told = self._records[item].get("missing")
+        reason = told.get(metric) if isinstance(told, Mapping) else None
+        return f": {one_line(str(reason))}" if reason else ""
+
     # -- advice ------------------------------------------------------------------------------------
 
     def _advice(self, decision: Decision, prior: FrozenPrior | None) -> dict[str, list[Advice]]:
@@ -451,17 +457,24 @@ class _Judge:
         return INCONCLUSIVE
 
     def _promotion(self, decisions: Mapping[str, Decision]) -> dict[str, Any]:
-        """The arm (and profile) to promote: of several, the one with the largest gain that won."""
+        """The arm to promote, and every profile and cell that it won.
+
+        Of several arms the one with the largest gain; a profile that lost is not relied on.
+        """
         found: list[tuple[float, dict[str, Any]]] = []
         for arm, decision in decisions.items():
-            for profile, verdict, cells in _verdicts(decision):
-                if verdict != CANDIDATE:
-                    continue
-                won = [cell for cell in cells if decision.cells[cell].verdict == "WIN"]
-                profiles = dict.fromkeys(self._plan.profile(cell) for cell in won)
-                gain = max(decision.cells[cell].series[0].gain for cell in won)
-                name = profile or "+".join(profiles)
-                found.append((gain, {"arm": arm, "profile": name, "cells": won}))
+            won = [
+                cell
+                for _, verdict, cells in _verdicts(decision)
+                if verdict == CANDIDATE
+                for cell in cells
+                if decision.cells[cell].verdict == "WIN"
+            ]
+            if not won:
+                continue
+            profiles = dict.fromkeys(self._plan.profile(cell) for cell in won)
+            gain = max(decision.cells[cell].series[0].gain for cell in won)
+            found.append((gain, {"arm": arm, "profile": "+".join(profiles), "cells": won}))
         return max(found, key=lambda one: one[0])[1]
 
 

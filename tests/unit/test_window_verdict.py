@@ -189,6 +189,12 @@ def test_by_profile_each_profile_has_a_verdict_of_its_own(tmp_path: Path) -> Non
         "multi": {"cells": ["decode-b2"], "verdict": "CANDIDATE"},
     }
     assert outcome.promotion == {"arm": "c1", "profile": "multi", "cells": ["decode-b2"]}
+    both = conclude(plan, with_b2(plan, 0.92, 0.90))
+    assert both.promotion == {
+        "arm": "c1",
+        "profile": "single+multi",
+        "cells": ["decode-b1", "decode-b2"],
+    }
 
 
 def test_guards_only_reject(tmp_path: Path) -> None:
@@ -236,6 +242,13 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "no primary": (
         lambda row: row["values"].update(ms_per_round=3.0),
         "K1-decode-b1-r0 without ms_per_round",
+    ),
+    "no guard, and why": (
+        lambda row: row.update(
+            values={**row["values"], "accepted_per_round": None},
+            missing={"accepted_per_round": "the server does not speculate"},
+        ),
+        "K1-decode-b1-r0 without accepted_per_round: the server does not speculate",
     ),
 }
 
