@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from .errors import UsageError as OurUsageError
+from .lifecycle.durations import known_seconds
 from .measure import Cell
 from .measure.seeded import SeededCell
 from .neighbours import refuse_marks
@@ -132,8 +133,13 @@ class CellCollector:
                 }
                 for name, found in self.found.items()
             }
+            tokens = {name: found.cell.max_tokens for name, found in self.found.items()}
             self.plan = make_plan(
-                self.spec, definitions, window_id=self.window_id, seed=self.spec.seed
+                self.spec,
+                definitions,
+                window_id=self.window_id,
+                seed=self.spec.seed,
+                estimates=known_seconds(self.spec.campaign, tokens),
             )
         except OurUsageError as error:
             raise pytest.UsageError(str(error)) from None
