@@ -50,6 +50,10 @@ class Disk:
         """Make the file's bytes and size durable."""
         os.fsync(fd)
 
+    def sync_data(self, fd: int) -> None:
+        """Make bytes that were overwritten durable; the file's size is already."""
+        os.fdatasync(fd)
+
     def sync_folder(self, folder: Path) -> None:
         """Make the names in `folder` durable."""
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

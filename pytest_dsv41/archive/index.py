@@ -25,21 +25,23 @@ from typing import Any
 
 from pytest_dsv41.archive.chain import START, Position, Walk, walk
 from pytest_dsv41.archive.errors import ChainBroken
-from pytest_dsv41.archive.rows import DEFINITION, parse_line, row_key
+from pytest_dsv41.archive.rows import DEFINITION, KEY, parse_line, row_key
 
 __all__ = ["Index", "Place", "StaleIndex", "drop_index", "index_path"]
 
-_FORMAT = 3
+_FORMAT = 5
 # Ids are hashes of what they stand for: nothing has to be looked up before a row is added.
 _TABLES = """
-CREATE TABLE bound (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE bound (
+    id INTEGER PRIMARY KEY, state TEXT NOT NULL, offset INTEGER NOT NULL, rows INTEGER NOT NULL,
+    head TEXT NOT NULL, missing INTEGER NOT NULL
+);
 CREATE TABLE window (id INTEGER PRIMARY KEY, name TEXT NOT NULL);
 CREATE TABLE definition (
     id INTEGER PRIMARY KEY, first INTEGER NOT NULL, cell TEXT NOT NULL, metric TEXT NOT NULL,
     max_tokens INTEGER NOT NULL, clock_cap_mhz INTEGER NOT NULL, "commit" TEXT NOT NULL,
     prompt_sha256 TEXT NOT NULL
 );
-CREATE INDEX definition_name ON definition (cell, metric);
 CREATE TABLE row (
     seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, offset INTEGER NOT NULL,
     length INTEGER NOT NULL, definition INTEGER NOT NULL, window INTEGER NOT NULL
@@ -65,6 +67,7 @@ _KEYS_AT_ONCE = 500
 # What SQLite says of a value that is no row's, or of a second row with a key.
 _UNFIT = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
 _definition_of = itemgetter(*DEFINITION)
+_key_of = itemgetter(*KEY)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,30 +214,21 @@ class Index:
         if self._db.in_transaction:
             self._db.execute("COMMIT")
 
-    def _meta(self) -> dict[str, str]:
-        return dict(self._db.execute("SELECT key, value FROM bound").fetchall())
+    def _described(self) -> tuple[str, Position] | None:
+        """Return the state of the file that the index describes, and its end."""
+        found = self._db.execute("SELECT state, offset, rows, head, missing FROM bound").fetchone()
+        return None if found is None else (found[0], Position(*found[1:]))
 
     def bound(self, fd: int) -> Position | None:
         """Return the archive's end if the index describes exactly the file `fd`, else None."""
-        meta = self._meta()
-        if meta.get("state") != _state(fd):
-            return None
-        return self._position(meta)
+        found = self._described()
+        return found[1] if found is not None and found[0] == _state(fd) else None
 
-    @staticmethod
-    def _position(meta: Mapping[str, str]) -> Position | None:
-        try:
-            offset, rows, head, missing = json.loads(meta["position"])
-            return Position(int(offset), int(rows), str(head), int(missing))
-        except (KeyError, ValueError, TypeError):
-            return None
-
-    def bind(self, fd: int, position: Position, *, trusted: bool = True) -> None:
-        """Record that the index describes the file as it is now, up to `position`."""
-        at = [position.offset, position.rows, position.head, position.missing]
-        self._db.executemany(
-            "INSERT OR REPLACE INTO bound VALUES (?, ?)",
-            [("state", _state(fd) if trusted else ""), ("position", json.dumps(at))],
+    def bind(self, fd: int, end: Position, *, trusted: bool = True) -> None:
+        """Record that the index describes the file as it is now, up to `end`."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO bound VALUES (1, ?, ?, ?, ?, ?)",
+            (_state(fd) if trusted else "", end.offset, end.rows, end.head, end.missing),
         )
 
     def refresh(self, fd: int, name: str) -> Walk:
@@ -244,10 +238,9 @@ class Index:
             ChainBroken, WrongSchema: as `chain.walk`.
         """
         with self.changing():
-            known = self._position(self._meta())
-            if known is not None and not self._holds(fd, name, known):
-                known = None
-            if known is None:
+            described = self._described()
+            known = None if described is None else described[1]
+            if known is None or not self._holds(fd, name, known):
                 self._wipe(self._db)
                 known = START
             found = walk(fd, name, known, sink=lambda lines: self._add_lines(name, lines))
@@ -296,12 +289,12 @@ class Index:
         definitions: dict[int, tuple[Any, ...]] = {}
         windows: dict[int, str] = {}
         for seq, offset, length, row in rows:
-            named = _definition_of(row)
-            definition, window = _id(*named), _id(row["window"])
+            named, name = _definition_of(row), row["window"]
+            definition, window = _id(*named), _id(name)
             if definition not in definitions:
                 definitions[definition] = (definition, seq, *named)
-            windows[window] = row["window"]
-            records.append((seq, _key(row_key(row)), offset, length, definition, window))
+            windows[window] = name
+            records.append((seq, _key(_key_of(row)), offset, length, definition, window))
         self._db.executemany("INSERT OR IGNORE INTO window VALUES (?, ?)", windows.items())
         self._db.executemany(
             "INSERT OR IGNORE INTO definition VALUES (?, ?, ?, ?, ?, ?, ?, ?)",

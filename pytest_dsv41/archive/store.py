@@ -243,7 +243,7 @@ def _write(archive: Path, fd: int, lines: bytes, end: Position, disk: Disk) -> N
         disk.write(fd, lines[1:], end.offset + 1)
         disk.sync(fd)
         disk.write(fd, lines[:1], end.offset)
-        disk.sync(fd)
+        disk.sync_data(fd)
     except BaseException as error:
         # Take the batch back, so that readers do not see what was not acknowledged. Should this
         # fail too, the next append settles the end, or finds the whole batch.

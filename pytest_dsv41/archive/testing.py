@@ -78,6 +78,11 @@ class FaultyDisk(Disk):
             raise self._error
         super().sync(fd)
 
+    def sync_data(self, fd: int) -> None:
+        if self._tick("sync_data"):
+            raise self._error
+        super().sync_data(fd)
+
     def sync_folder(self, folder: Path) -> None:
         if self._tick("sync_folder"):
             raise self._error
@@ -150,6 +155,9 @@ class CrashDisk(Disk):
 
     def sync(self, fd: int) -> None:
         self.log.append(Effect("sync", self._fds[fd]))
+
+    def sync_data(self, fd: int) -> None:
+        self.sync(fd)
 
     def sync_folder(self, folder: Path) -> None:  # noqa: ARG002 - there is one
         self.log.append(Effect("sync_folder"))

@@ -279,6 +279,7 @@ CALLS = (
     "pwrite",
     "write",
     "fsync",
+    "fdatasync",
     "link",
     "rename",
     "unlink",
