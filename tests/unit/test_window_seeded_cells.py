@@ -218,6 +218,19 @@ def test_each_profile_has_its_verdict(tmp_path: Path) -> None:
     assert outcome.promotion == {"arm": "c1", "profile": "single", "cells": ["s1"]}
 
 
+def test_a_promotion_relies_on_the_cells_of_its_profile_alone(tmp_path: Path) -> None:
+    plan = planned(tmp_path, cells=deciding("s1", "s2", "m1"))
+    rows = measured(plan, {"C1": C1, "X": FASTER, "C2": C2})
+    for row in rows:
+        if (row["cell"], row["start"]) == ("s2", "X"):
+            row["values"]["decode_tok_s"]["value"] = [94.0, 192.0][row["repeat"] % 2]
+    outcome = conclude(plan, rows)
+    cells = outcome.decisions["c1"]["cells"]
+    assert [cells[name]["verdict"] for name in cells] == ["WIN", "LOSS", "WIN"]
+    assert outcome.status == "CANDIDATE"
+    assert outcome.promotion == {"arm": "c1", "profile": "multi", "cells": ["m1"]}
+
+
 def test_a_guard_can_lose_a_seeded_cell(tmp_path: Path) -> None:
     plan = planned(tmp_path, cells=deciding("s1", guards='["accepted_per_round"]'))
     rows = measured(plan, {"C1": C1, "X": FASTER, "C2": C2})
