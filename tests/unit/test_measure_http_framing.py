@@ -17,7 +17,7 @@ def feed(data: bytes, size: int, method: str = "GET") -> tuple[bytes, Framing]:
     return body, framing
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     chunks=st.lists(st.binary(min_size=1, max_size=60), max_size=8),
     size=st.integers(1, 50),

@@ -64,7 +64,7 @@ lines = st.lists(
 ends = st.lists(st.sampled_from([b"\n", b"\r\n", b"\r"]), min_size=20, max_size=20)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(lines=lines, ends=ends, bom=st.booleans(), cuts=st.lists(st.integers(0, 300), max_size=6))
 def test_any_stream_cut_anywhere_reads_as_the_standard_says(
     lines: list[bytes], ends: list[bytes], bom: bool, cuts: list[int]
