@@ -9,6 +9,7 @@ import datetime
 import inspect
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -147,7 +148,7 @@ class WindowPlugin:
         self._closing = False
         self._timer: threading.Timer | None = None
         # Made while pytest captures nothing: later, standard error is its capture file.
-        self._progress = Progress(enabled=config.option.verbose > -2)
+        self._progress = Progress(enabled=config.getoption("verbose", 0) > -2)
         now = datetime.datetime.now(datetime.UTC)
         self.date = now.strftime("%Y%m%d")
         self.window_id = self._free_id(f"{spec.lane}-{spec.name}-W-{now:%Y%m%dT%H%M%SZ}")
@@ -155,8 +156,9 @@ class WindowPlugin:
         # Built once before anything is collected: a wrong target table is wrong use.
         try:
             name_factory(self.factory)
-            target, _ = self._record().build(Path.cwd())
-            target.check([as_arm(arm.model_dump()) for arm in spec.arms])
+            with tempfile.TemporaryDirectory() as nowhere:
+                target, _ = self._record().build(Path(nowhere))
+                target.check([as_arm(arm.model_dump()) for arm in spec.arms])
         except SpecError as error:
             raise pytest.UsageError(str(spec.target.located(error))) from None
         except Dsv41Error as error:
@@ -317,11 +319,17 @@ class WindowPlugin:
         self._timer.start()
 
     def _make_folder(self) -> Path:
-        self.spec.out.mkdir(parents=True, exist_ok=True)
+        for name, wanted in (("out", self.spec.out), ("campaign", self.spec.campaign)):
+            try:
+                wanted.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _no_folder(name, wanted, error) from None
         while True:
             folder = self.spec.out.resolve() / self.window_id
             try:
                 folder.mkdir()
+            except PermissionError as error:
+                raise _no_folder("out", folder, error) from None
             except FileExistsError:
                 self.window_id = self._free_id(self.window_id)
                 assert self.plan is not None
@@ -336,7 +344,7 @@ class WindowPlugin:
             self.folder.rmdir()
             raise pytest.UsageError(reason) from None
         self.refused, self.code = reason, 13
-        if self.config.option.xmlpath:
+        if self.config.getoption("xmlpath", None):
             # A JUnit file of the user's own names the reason; the terminal says it once, below.
             self._report(_OPEN, "failed", f"REFUSED: {reason}")
         self.summary = refuse_window(self.folder, self.plan, self._record(), reason)
@@ -505,9 +513,10 @@ class WindowPlugin:
                     self._close(run)
             except BaseException as error:  # noqa: BLE001 - what is left is said, and the keeper acts
                 self.code = 21 if run.production_is_back else 20
+                campaign = shlex.quote(str(self.spec.campaign))
                 self.notes.append(
                     f"ALERT: the close ended with {type(error).__name__}: {one_line(str(error))}; "
-                    f"the keeper tries again: dsv41 status --campaign {self.spec.campaign}"
+                    f"the keeper tries again: dsv41 status --campaign {campaign}"
                 )
             finally:
                 self._erase()
@@ -631,6 +640,12 @@ class WindowPlugin:
 
     def pytest_unconfigure(self) -> None:
         self._progress.close()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # Nobody reads any more; what the interpreter still flushes must not change the code.
+            with contextlib.suppress(OSError), Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
     def _show(self, state: State, item: PlannedItem | None = None) -> None:
         run = self.run
@@ -655,6 +670,11 @@ class WindowPlugin:
 
     def _erase(self) -> None:
         self._progress.erase()
+
+
+def _no_folder(name: str, path: Path, error: OSError) -> pytest.UsageError:
+    why = error.strerror or str(error)
+    return pytest.UsageError(one_line(f"--window-{name} {path}: cannot be made a folder: {why}"))
 
 
 def _minutes(seconds: float) -> str:

@@ -9,6 +9,8 @@ group of requests that lies between two snapshots.
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +36,14 @@ __all__ = [
     "get_engine",
     "unix_path",
 ]
+
+
+_BODY_MAX = 16 << 20
+_CONNECTED = frozenset(
+    f"connection.{step}.complete" for step in ("connect_tcp", "connect_unix_socket", "start_tls")
+)
+_CODED = frozenset({"content-encoding", "content-length", "transfer-encoding"})
+"""Headers that speak of the body as it was sent, not as it is kept."""
 
 
 class Health(str):
@@ -176,7 +186,7 @@ class Engine(ABC):
         """Ask `/health`: `up`, `down` (nobody listens, or it is loading or dead), `unknown`."""
         try:
             with self._client(client, url, timeout) as http:
-                answer = http.get(f"{base_url(url)}/health", timeout=timeout)
+                answer = _fetch(http, f"{base_url(url)}/health", timeout)
         except httpx.TimeoutException:
             return Health("unknown", f"no answer within {timeout:g} s")
         except httpx.ConnectError as error:
@@ -222,7 +232,7 @@ class Engine(ABC):
     ) -> httpx.Response:
         try:
             with self._client(client, url, timeout) as http:
-                return http.get(f"{base_url(url)}{path}", timeout=timeout)
+                return _fetch(http, f"{base_url(url)}{path}", timeout)
         except httpx.HTTPError as error:
             why = one_line(str(error) or type(error).__name__, 120)
             raise MeasurementRefused(kind, f"{url}{path} did not answer: {why}") from None
@@ -311,6 +321,55 @@ class Engine(ABC):
 
     @abstractmethod
     def _tokenize_body(self, model: str, text: str) -> dict[str, Any]: ...
+
+
+def _fetch(http: httpx.Client, url: str, timeout: float) -> httpx.Response:
+    """GET `url` whole within `timeout` seconds and `_BODY_MAX` bytes.
+
+    httpx's own timeout is one of a single read: a server that sends a byte now and then, in its
+    headers or in an endless body, would hold whoever waits for ever.
+
+    Raises:
+        httpx.ReadTimeout: the answer was not whole in time.
+        httpx.ReadError: it is too long.
+    """
+    late = threading.Event()
+    timers: list[threading.Timer] = []
+
+    def cut(connection: socket.socket) -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def watch(event: str, info: Mapping[str, Any]) -> None:
+        if event in _CONNECTED:
+            connection = info["return_value"].get_extra_info("socket")
+            if connection is not None:
+                timers.append(threading.Timer(timeout, cut, (connection,)))
+                timers[-1].daemon = True
+                timers[-1].start()
+
+    body = bytearray()
+    try:
+        with http.stream("GET", url, timeout=timeout, extensions={"trace": watch}) as answer:
+            for chunk in answer.iter_bytes():
+                body += chunk
+                if late.is_set() or len(body) > _BODY_MAX:
+                    break
+            headers = [h for h in answer.headers.multi_items() if h[0] not in _CODED]
+    except httpx.TransportError:
+        if not late.is_set():
+            raise
+    finally:
+        for timer in timers:
+            timer.cancel()
+    if late.is_set():
+        raise httpx.ReadTimeout(f"not whole within {timeout:g} s")
+    if len(body) > _BODY_MAX:
+        raise httpx.ReadError(f"longer than {_BODY_MAX} bytes")
+    return httpx.Response(
+        answer.status_code, headers=headers, content=bytes(body), request=answer.request
+    )
 
 
 def _refused(error: BaseException) -> bool:

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import Dsv41Error, RefusedByWorld, TransportError
+from ..errors import Dsv41Error, RefusedByWorld, TransportError, UsageError
 from ..hosts import Probe
+from ..hosts.local import boottime
 from ..targets import Target
 from ..text import one_line
 from .hold import Hold, HoldState
@@ -45,6 +46,9 @@ class CloseResult:
     errors: list[str] = dataclasses.field(default_factory=list)
     production_down: bool = False
     """Production is down, or not known to be up."""
+    open: bool = False
+    """Whether the intent is left, or production down: there is something to do next."""
+    next_command: str = "recover"
 
     @property
     def clean(self) -> bool:
@@ -97,14 +101,17 @@ class _Closer:
         self.journal.tolerant = True
         stopped = self.attempt("experiment-stop", self.target.stop_all)
         try:
-            intent = read_intent(self.campaign)
+            intent = self.intent()
         except Dsv41Error as error:
             self.result.alerts.append(str(error))
             self.result.restore = {"status": ALERT, "reason": str(error)}
             self.result.production_down = True
             return self.result
         if intent is not None and intent.window != self.window_id:
-            self.result.alerts.append(f"the down-intent belongs to {intent.window}; not touched")
+            owner = one_line(intent.window)
+            self.result.alerts.append(f"the down-intent belongs to {owner}; not touched")
+            if self.journal.left_down():
+                self.fail(ALERT, self.result.alerts[-1])
             return self.result
         if intent is None:
             if self.journal.begun("production-stop"):
@@ -117,6 +124,42 @@ class _Closer:
             self.attempt("production-end", self.target.end_production)
         self.attempt("leftovers", self.none_left)
         return self.result
+
+    def intent(self) -> Intent | None:
+        """The down-intent; where it was damaged or deleted, the same again from the journal.
+
+        Raises:
+            UsageError: it cannot be read, and the journal does not tell what it said.
+        """
+        try:
+            intent = read_intent(self.campaign)
+        except UsageError:
+            again = self.rebuilt(HoldState.OWN, HoldState.NONE)
+            if again is None:
+                raise
+            return again
+        # A deleted one is made again only under the own HOLD, which a person would have removed.
+        return self.rebuilt(HoldState.OWN) if intent is None else intent
+
+    def rebuilt(self, *allowed: HoldState) -> Intent | None:
+        sealed = self.journal.ended("capture").get("rollback_sha256")
+        state, _ = self.hold.state_for_window(self.window_id)
+        if not sealed or not self.journal.left_down() or state not in allowed:
+            return None
+        intent = Intent(
+            window=self.window_id,
+            folder=str(self.folder),
+            phase="DOWN",
+            epoch=self.lease.epoch,
+            host="",
+            deadline=boottime(),
+            rollback=str(self.folder / "rollback.json"),
+            rollback_sha256=str(sealed),
+            keeper_pid=0,
+            keeper_started=0.0,
+        )
+        self.attempt("intent-again", lambda: write_intent(self.campaign, intent))
+        return intent
 
     def none_left(self) -> None:
         """Nothing of the window may live on."""
@@ -168,6 +211,7 @@ class _Closer:
                 "production is not started over somebody else's window",
             )
             self.result.alerts.append(self.result.restore["reason"])
+            self.result.next_command = "status"
             return
         if state is HoldState.NONE and not self.retake():
             return
@@ -300,4 +344,7 @@ def close_window(
     `progress` gets what is being done and the seconds left where they are known. Signals must be
     deferred by the caller. Never raises; what went wrong is in the result.
     """
-    return _Closer(target, window_id, folder, campaign, journal, lease, limits, progress).run()
+    closer = _Closer(target, window_id, folder, campaign, journal, lease, limits, progress)
+    result = closer.run()
+    result.open = result.production_down or (campaign / "intent.json").exists()
+    return result

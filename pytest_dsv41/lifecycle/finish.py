@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -109,6 +110,9 @@ def finish_window(
         code = EXIT_DOWN
     elif alerts:
         code = EXIT_ALERT
+    if code in (EXIT_DOWN, EXIT_ALERT) and closed.open:
+        campaign = shlex.quote(record.campaign)
+        alerts.append(f"next: dsv41 {closed.next_command} --campaign {campaign}")
     restore = closed.restore
     summary = Summary(
         window=_window(folder, plan),

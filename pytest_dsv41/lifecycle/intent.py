@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from ..durable import dump_json, remove, write_atomic
 from ..errors import UsageError
+from ..text import one_line
 
 __all__ = ["Intent", "clear_intent", "read_intent", "write_intent"]
 
@@ -54,12 +56,18 @@ def read_intent(campaign: Path) -> Intent | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         record.pop("schema")
-        return Intent(**record)
+        intent = Intent(**record)
+        for field in dataclasses.fields(intent):
+            value = getattr(intent, field.name)
+            if not isinstance(value, str if field.type == "str" else (int, float)):
+                raise TypeError(f"{field.name} is {value!r}")
+        return intent
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(
-            f"{path}: unreadable ({error}); production may be down, look at it by hand"
+            f"{path}: unreadable ({one_line(str(error))}); production may be down: "
+            f"dsv41 recover --campaign {shlex.quote(str(campaign))}"
         ) from error
 
 

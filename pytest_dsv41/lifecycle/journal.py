@@ -63,6 +63,10 @@ class Journal:
         """Every whole line so far."""
         return read_json_lines(self.path)
 
+    def left_down(self) -> bool:
+        """Whether the window stopped production and no close of it has come to its end."""
+        return bool(self.begun("production-stop")) and not self.begun("intent-clear")
+
     def begun(self, prefix: str) -> list[str]:
         """The names of the steps with this prefix that were begun, in order."""
         return [

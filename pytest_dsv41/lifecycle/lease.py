@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -58,7 +59,7 @@ class Lease:
                     + (str(held) if held else "it has not said its name yet")
                 )
             time.sleep(0.01)
-        self.epoch = int(self._read().get("epoch", 0)) + 1
+        self.epoch = int(_number(self._read(), "epoch", 0)) + 1
         self._write(owner, seconds)
 
     def renew(self, owner: str, seconds: float) -> None:
@@ -89,7 +90,7 @@ class Lease:
         Raises:
             RefusedByWorld: a newer epoch exists.
         """
-        now = int(self._read().get("epoch", 0))
+        now = int(_number(self._read(), "epoch", 0))
         if now != self.epoch:
             raise RefusedByWorld(
                 f"lease lost: epoch {now} is at work, this process has {self.epoch}"
@@ -104,7 +105,7 @@ class Lease:
         if not self._lock.held_elsewhere():
             return None
         record = self._read()
-        pid = int(record.get("pid", 0))
+        pid = int(_number(record, "pid", 0))
         owner = str(record.get("owner", "unknown"))
         with contextlib.suppress(psutil.Error):
             if pid and not psutil.pid_exists(pid):
@@ -113,8 +114,8 @@ class Lease:
         return LeaseFact(
             owner,
             pid,
-            now - float(record.get("since", now)),
-            now - float(record.get("deadline", now)),
+            now - _number(record, "since", now),
+            now - _number(record, "deadline", now),
         )
 
     def _read(self) -> dict[str, Any]:
@@ -123,3 +124,9 @@ class Lease:
         except (FileNotFoundError, ValueError):
             return {}
         return record if isinstance(record, dict) else {}
+
+
+def _number(record: dict[str, Any], key: str, default: float) -> float:
+    """A number of the record; a damaged lease must not stop a close or a look."""
+    value = record.get(key, default)
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else default

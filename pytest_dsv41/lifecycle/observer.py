@@ -104,8 +104,12 @@ def observe(facts: Facts) -> Observation:
                 return Observation(Answer.RECOVERING, "the keeper brings production back", 5)
             if facts.keeper_alive:
                 return alert(5, "the keeper is past its deadline", "dsv41 recover")
-            return alert(5, "a window died and its keeper too", "dsv41 recover")
-        return alert(5, "a HOLD of ours is left and production was not touched", "dsv41 recover")
+            if facts.production is Probe.UP:
+                return alert(
+                    5, "production is up and not verified, under our HOLD", "dsv41 recover"
+                )
+            return alert(5, "a window left production down, and no keeper lives", "dsv41 recover")
+        return alert(5, "a HOLD of ours is left without a down-intent", "dsv41 recover")
     if facts.marker is Presence.PRESENT:
         if not facts.marker_overdue and not facts.gate_refused:
             return Observation(Answer.CHAIN_WAITING, "between two windows of a chain", 6)

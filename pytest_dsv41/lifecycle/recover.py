@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import psutil
 from ..errors import Dsv41Error, RefusedByWorld, UsageError
 from ..hosts import Probe
 from ..hosts.local import boottime
+from ..targets import Target
 from ..text import one_line
 from ..window.summary import Summary, read_summary, summary_path
 from .closing import close_window
@@ -49,10 +51,15 @@ def recover_window(
         intent = None
         with contextlib.suppress(UsageError):
             intent = read_intent(campaign)
-        if summary_path(folder).exists() and (intent is None or intent.window != record.window):
-            return read_summary(folder)
         target, _ = record.build(folder)
         journal = Journal(folder)
+        if summary_path(folder).exists():
+            before = read_summary(folder)
+            mine = intent is not None and intent.window == record.window
+            if not mine and not journal.left_down() and not _own_hold(target, record.window):
+                return before
+            # The session has ended and said why; what is missing is production.
+            stopped = before.stopped or ""
         journal.tolerant = True
         journal.note("recover", "begin", reason=stopped, epoch=lease.epoch)
         closed = close_window(
@@ -64,7 +71,7 @@ def recover_window(
             lease=lease,
             limits=limits,
         )
-        return finish_window(folder, journal, closed, stopped=stopped)
+        return finish_window(folder, journal, closed, stopped=stopped or None)
     finally:
         if own:
             lease.release()
@@ -97,11 +104,21 @@ def _unfinished(campaign: Path, status: Status) -> Path | None:
         return Path(status.intent.folder)
     if status.hold_state is HoldState.OWN:
         return window_folder(campaign, status.hold_owner)
+    lost = status.facts.intent is Presence.UNREADABLE
     for name in reversed(windows(campaign)):
         folder = window_folder(campaign, name)
-        if folder is not None and not summary_path(folder).exists():
+        if folder is None:
+            continue
+        if not summary_path(folder).exists() or (lost and Journal(folder).left_down()):
             return folder
     return None
+
+
+def _own_hold(target: Target, window_id: str) -> bool:
+    if not target.holds:
+        return False
+    state, _ = Hold(target.hold_path()).state_for_window(window_id)
+    return state is HoldState.OWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +142,9 @@ class Status:
         """The exact next command, or nothing to do."""
         command = self.observation.command
         if command.startswith("dsv41 ") and "(" not in command:
-            return f"{command} --campaign {self.campaign}"
+            return f"{command} --campaign {shlex.quote(str(self.campaign))}"
         if not command and self.unfinished and self.observation.answer is Answer.CLEAN:
-            return f"dsv41 recover --campaign {self.campaign}"
+            return f"dsv41 recover --campaign {shlex.quote(str(self.campaign))}"
         return command
 
     @property

@@ -177,7 +177,7 @@ class WindowRun:
                 self._keeper = spawn_keeper(self.folder, self._deadline, self._close_budget())
                 detail["pid"] = self._keeper.pid
             self._take_down()
-        self._show(phase="measuring", production="down" if target.holds else "not ours")
+        self._show(phase="measuring", production="down" if target.holds else "")
 
     def refusals(self) -> list[str]:
         """What would refuse the window now; runs the read-only probes and changes nothing."""
@@ -227,6 +227,11 @@ class WindowRun:
             found.append(f"cannot tell whether production serves: {seen.detail}")
         elif seen.state is Probe.DOWN and not target.ephemeral:
             found.append(f"production is down, and not by a window: {seen.detail}")
+        elif seen.state is Probe.UP:
+            try:
+                target.capture()
+            except RefusedByWorld as error:
+                found.append(str(error))
         return found
 
     def _write_facts(self) -> None:
@@ -247,7 +252,7 @@ class WindowRun:
         target, journal = self.target, self.journal
         start_s = self._record.limits["start_s"]
         if target.ephemeral and target.probe().state is not Probe.UP:
-            self._show(phase="starting the demo's own production")
+            self._show(phase="starting the window's own production")
             with journal.step("production-first"):
                 target.start_production()
         self._show(phase="HOLD")
@@ -423,9 +428,8 @@ class WindowRun:
         if self._keeper is not None:
             self._keeper.dismiss()
         self.lease.release()
-        self._show(
-            phase="done", production="UNKNOWN" if self._closed.production_down else "serving"
-        )
+        production = "UNKNOWN" if self._closed.production_down else "serving"
+        self._show(phase="done", production=production if self.target.holds else "")
         return self.summary
 
     def _close_budget(self) -> float:

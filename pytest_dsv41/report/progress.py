@@ -120,7 +120,14 @@ class _Guarded:
         self._progress.erase()
         if text:
             self.unfinished = not text.endswith("\n")
-        return self._stream.write(text)
+        # Whoever reads may leave (a closed terminal, `| head`): the window goes on to its end.
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -132,6 +132,23 @@ def test_a_missing_file_names_the_shipped_windows(tmp_path: Path) -> None:
     assert_refused(tmp_path, code, output, "nosuch.toml", "demo")
 
 
+@pytest.mark.parametrize("name", ["out", "campaign"])
+def test_a_folder_that_cannot_be_made_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, output = run(tmp_path, "--window=demo-tiny", f"--window-{name}=file")
+    assert code == 4, output
+    (line,) = (line for line in output.splitlines() if line.startswith("ERROR:"))
+    assert f"--window-{name}" in line
+    assert "Traceback" not in output
+    assert not list(tmp_path.glob("*/*-W-*"))
+
+
+@pytest.mark.parametrize("plugin", ["terminal", "junitxml"])
+def test_a_plugin_of_pytest_that_is_off_costs_nothing(plugin: str, tmp_path: Path) -> None:
+    code, output = run(tmp_path, "--window=demo-tiny", "--window-plan", "-p", f"no:{plugin}")
+    assert code == 0, output
+
+
 def test_nothing_selected_is_pytests_5_and_touches_nothing(tmp_path: Path) -> None:
     code, output = run(tmp_path, "--window=demo-tiny", "-k", "nothing_has_this_name")
     assert code == 5, output

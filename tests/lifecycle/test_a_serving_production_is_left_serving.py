@@ -86,8 +86,9 @@ def test_another_command_line_is_refused_and_left_alone(tmp_path: Path) -> None:
     port = LocalHost.free_port()
     with serving(port, "--noise", "0.1") as before:
         ended = run(tmp_path / "out", window=window(tmp_path, port))
-        assert ended.returncode == 12, ended.output
+        assert ended.returncode == 13, ended.output
         assert "the target would start" in ended.summary["stopped"]
+        assert not (ended.folder / "journal.jsonl").exists()
         assert listeners(port) == {before}
         assert_ended_well(ended, touched=False)
 

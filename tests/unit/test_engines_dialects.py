@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -248,3 +250,33 @@ def test_models_that_are_none_are_refused() -> None:
     ):
         get_engine("vllm").models("http://server", client=client)
     assert refused.value.kind == "models"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 200 OK\r\nx-slow: ", b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\n"],
+    ids=["headers", "body"],
+)
+def test_an_answer_that_never_ends_is_unknown_and_not_waited_for(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(4096)
+                connection.sendall(answer)
+                # Every read of the client succeeds: only the whole answer is never there.
+                while not done.wait(0.02):
+                    connection.sendall(b"x")
+
+        done = threading.Event()
+        thread = threading.Thread(target=drip)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        try:
+            health = get_engine("vllm").health(url, timeout=0.3)
+        finally:
+            done.set()
+            thread.join()
+    assert health == "unknown"
+    assert health.reason == "no answer within 0.3 s"
