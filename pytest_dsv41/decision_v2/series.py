@@ -42,7 +42,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 MIN_REPEATS = 3
 
 
-class Refused(ValueError):  # noqa: N818 - it is the word that verdicts and reports use
+class Refused(ValueError):
     """A rule cannot judge this input. The message says what is wrong and where.
 
     Attributes `cell`, `metric`, `arm` ("control", "candidate", or a start's name) and `position`
