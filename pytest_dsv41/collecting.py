@@ -48,10 +48,20 @@ class CellCollector:
     def _collect_window(self) -> None:
         """Collect the window's cells and nothing else; a path or node id narrows later."""
         here = Path(__file__).parent
-        shipped = here / "cells" if (here / "cells").is_dir() else here.parent / "cells"
-        paths = [*sorted(shipped.glob("test_*.py")), *self.spec.cell_modules]
+        self._shipped = here / "cells" if (here / "cells").is_dir() else here.parent / "cells"
+        paths = [*sorted(self._shipped.glob("test_*.py")), *self.spec.cell_modules]
         self.config.args = [str(path) for path in paths]
         self.config.args_source = pytest.Config.ArgsSource.ARGS
+
+    def pytest_pycollect_makemodule(
+        self, module_path: Path, parent: pytest.Collector
+    ) -> pytest.Module | None:
+        """Name an installed shipped module as in a checkout: outside of the root it has no name."""
+        if module_path.parent != self._shipped or module_path.is_relative_to(self.config.rootpath):
+            return None
+        nodeid = f"{self._shipped.name}/{module_path.name}"
+        module: pytest.Module = pytest.Module.from_parent(parent, path=module_path, nodeid=nodeid)
+        return module
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(
@@ -165,9 +175,9 @@ class CellCollector:
             path, _, rest = argument.partition("::")
             wanted = Path(self.config.invocation_params.dir, path).resolve()
             own = item.path.resolve()
-            if own != wanted and wanted not in own.parents:
+            named, _, inside = item.nodeid.partition("::")
+            if own != wanted and wanted not in own.parents and named != path:
                 continue
-            inside = item.nodeid.partition("::")[2]
             if not rest or inside == rest or inside.startswith((f"{rest}[", f"{rest}::")):
                 return True
         return False
