@@ -110,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
     import pytest
 
     words = [f"--window={file}", f"--rootdir={out}", "-p", "no:cacheprovider", "-q"]
+    # This process has imported the plugin already, which pytest would warn of.
+    words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     if arguments.seed is not None:
         words.append(f"--window-seed={arguments.seed}")
     return int(pytest.main(words))
