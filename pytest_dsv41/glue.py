@@ -223,6 +223,7 @@ class WindowPlugin:
         ]
 
     def _spread(self, cell: str, metric: str) -> float | None:
+        """What one repeat spreads inside a window, where the archive knows it of one definition."""
         from .archive import archive_spreads
         from .lifecycle.finish import ARCHIVE_NAME
 
@@ -230,9 +231,10 @@ class WindowPlugin:
         if not path.exists():
             return None
         with contextlib.suppress(Dsv41Error, ValueError, OSError):
-            known = archive_spreads(path, cell, metric)
+            tokens = self.collector.found[cell].cell.max_tokens
+            known = [s for s in archive_spreads(path, cell, metric) if s.max_tokens == tokens]
             if len(known) == 1:
-                return known[0].cv
+                return known[0].cv_within
         return None
 
     # -- the run -----------------------------------------------------------------------------------
