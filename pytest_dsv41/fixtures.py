@@ -78,6 +78,9 @@ class Measure:
             )
         for metric, value in result.values.items():
             self.recorded.values[metric] = dataclasses.asdict(value)
+        for metric in result.missing:
+            # A former group's value would stand on other requests than the last group's.
+            self.recorded.values.pop(metric, None)
         self.recorded.missing = dict(result.missing)
         self.recorded.prompt_sha256 = result.prompt_sha256
         self.recorded.prompt_members = tuple(result.prompt_members)
