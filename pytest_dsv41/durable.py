@@ -159,12 +159,16 @@ class FileLock:
             except BaseException:
                 os.close(fd)
                 raise
-            # Whoever waited may hold the lock of a file that is no longer there.
             try:
+                # Whoever waited may hold the lock of a file that is no longer there.
                 same = os.path.samestat(os.fstat(fd), self.path.stat())
+                regular = stat.S_ISREG(os.fstat(fd).st_mode)
             except FileNotFoundError:
-                same = False
-            if same and stat.S_ISREG(os.fstat(fd).st_mode):
+                same = regular = False
+            except BaseException:
+                os.close(fd)
+                raise
+            if same and regular:
                 self._fd = fd
                 return True
             os.close(fd)

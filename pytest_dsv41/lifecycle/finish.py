@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..archive import archive_append, archive_head, archive_spreads
+from ..archive.verify import read_checkpoints
 from ..archive.spread import pooled_cv
 from ..durable import dump_json, read_json_lines, write_atomic
 from ..errors import Dsv41Error, UsageError
@@ -295,7 +296,8 @@ def _archive(
         if rows:
             head = [before.rows, before.sha256]
             with journal.step("archive", rows=len(rows), before=head):
-                archive_append(path, rows)
+                known = [point.head for point in read_checkpoints([record.campaign], path)]
+                archive_append(path, rows, checkpoints=known)
         after = archive_head(path)
     except (Dsv41Error, ValueError, OSError) as error:
         alerts.append(

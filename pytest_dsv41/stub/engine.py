@@ -260,7 +260,7 @@ class Engine:
         before = job.last
         if step.first:
             job.first = stamp
-            if job.ask.use_cache:
+            if self._keeps(job):
                 self._remember(job.ask.prompt, job.ask.salt)
         else:
             job.steps.append((step.drafted, step.accepted))
@@ -278,10 +278,14 @@ class Engine:
         self.running.pop(job.number, None)
         if was_running:
             self._served += 1
-            if job.ask.use_cache and job.tokens:
+            if self._keeps(job) and job.tokens:
                 self._remember([*job.ask.prompt, *job.tokens], job.ask.salt)
         self.ledger.finished(job, reason)
         self._admit()
+
+    def _keeps(self, job: Job) -> bool:
+        """Whether the cache keeps the job's tokens; a llama.cpp slot does whatever was asked."""
+        return job.ask.use_cache or self.profile.engine == "llamacpp"
 
     # ---- prefix cache ----------------------------------------------------------------------
 
