@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -92,11 +93,13 @@ def read_record(folder: Path) -> TargetRecord:
         raise UsageError(f"{path}: not a window's target record ({error})") from error
 
 
-def register_window(campaign: Path, window_id: str, folder: Path) -> None:
+def register_window(campaign: Path, window_id: str, folder: Path, epoch: int = 0) -> None:
     """Tell the campaign where a window's folder lies, before the window touches anything."""
     register = campaign / "windows"
     register.mkdir(exist_ok=True)
-    write_atomic(register / f"{window_id}.json", dump_json({"folder": str(folder)}) + "\n")
+    write_atomic(
+        register / f"{window_id}.json", dump_json({"folder": str(folder), "epoch": epoch}) + "\n"
+    )
 
 
 def window_folder(campaign: Path, window_id: str) -> Path | None:
@@ -112,6 +115,15 @@ def window_folder(campaign: Path, window_id: str) -> Path | None:
 
 
 def windows(campaign: Path) -> list[str]:
-    """The ids of the campaign's windows, the oldest registration first."""
-    paths = (campaign / "windows").glob("*.json")
-    return [p.stem for p in sorted(paths, key=lambda p: p.stat().st_mtime_ns)]
+    """The ids of the campaign's windows, the oldest first.
+
+    By the lease's epoch, which only grows: the clock may jump, and the newest window is the one
+    whose production is looked at. Files of one epoch come in the order they were written.
+    """
+    found = []
+    for path in (campaign / "windows").glob("*.json"):
+        epoch = 0
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            epoch = int(json.loads(path.read_text("utf-8"))["epoch"])
+        found.append((epoch, path.stat().st_mtime_ns, path.stem))
+    return [name for _, _, name in sorted(found)]

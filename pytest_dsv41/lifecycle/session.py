@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -218,7 +219,7 @@ class WindowRun:
             if intent is not None:
                 found.append(
                     f"production is down by {intent.window}, which has not ended: "
-                    f"dsv41 status --campaign {self.campaign}"
+                    f"dsv41 status --campaign {shlex.quote(str(self.campaign))}"
                 )
         if (self.campaign / "marker.json").exists():
             found.append(f"a chain marker lies in {self.campaign}: its chain goes first")
@@ -237,7 +238,7 @@ class WindowRun:
     def _write_facts(self) -> None:
         write_atomic(self.folder / "plan.json", dump_json(self.plan.to_json()) + "\n")
         self._record.write(self.folder)
-        register_window(self.campaign, self.plan.window_id, self.folder)
+        register_window(self.campaign, self.plan.window_id, self.folder, self.lease.epoch)
         sealed = freeze_prior(
             self.folder,
             self.plan,

@@ -17,7 +17,7 @@ from pytest_dsv41.lifecycle.hold import Hold, HoldState
 from pytest_dsv41.lifecycle.intent import Intent, clear_intent, read_intent, write_intent
 from pytest_dsv41.lifecycle.journal import Journal
 from pytest_dsv41.lifecycle.lease import Lease
-from pytest_dsv41.lifecycle.record import register_window, window_folder
+from pytest_dsv41.lifecycle.record import register_window, window_folder, windows
 
 
 def intent(**changes: object) -> Intent:
@@ -120,6 +120,40 @@ def test_a_hold_is_the_campaigns_only_when_its_owner_has_a_journal_there(tmp_pat
     assert window_folder(tmp_path, "L-w-W-1") is None
     Journal(folder).note("window", "begin")
     assert hold.state_for_campaign(tmp_path)[0] is HoldState.OWN
+
+
+def test_the_newest_window_is_the_one_of_the_last_epoch_whatever_the_clock_says(
+    tmp_path: Path,
+) -> None:
+    for epoch, name in enumerate(("b", "c", "a"), start=1):
+        register_window(tmp_path, name, tmp_path / name, epoch)
+    # The clock jumped back before the last one was written.
+    os.utime(tmp_path / "windows" / "a.json", (1.0, 1.0))
+    assert windows(tmp_path) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("content", ["{torn", "[]", "null", '{"epoch": "x", "pid": null}'])
+def test_a_damaged_lease_record_is_lost_for_its_holder_and_stops_no_look(
+    content: str, tmp_path: Path
+) -> None:
+    holder = Lease(tmp_path)
+    holder.acquire("window-1", 60.0)
+    (tmp_path / "lease.json").write_text(content)
+    assert Lease(tmp_path).held_by() is not None
+    with pytest.raises(RefusedByWorld, match="lease lost"):
+        holder.check()
+    holder.release()
+    Lease(tmp_path).acquire("window-2", 60.0)
+
+
+@pytest.mark.parametrize("key", ["window", "deadline", "keeper_pid"])
+def test_an_intent_with_a_value_of_another_type_counts_as_unreadable(
+    key: str, tmp_path: Path
+) -> None:
+    record = {**intent().to_json(), key: None}
+    (tmp_path / "intent.json").write_text(json.dumps(record))
+    with pytest.raises(UsageError, match=rf"{key} is None.*dsv41 recover --campaign "):
+        read_intent(tmp_path)
 
 
 @pytest.mark.parametrize("owner", ["../x", "a/b", "", ".", ".."])
