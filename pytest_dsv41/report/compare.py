@@ -13,9 +13,9 @@ from rich.text import Text
 
 from ..text import one_line
 from .model import (
-    EXIT_MEANINGS,
     SeriesRow,
     WindowFiles,
+    exit_text,
     interval_text,
     number_text,
     percent_text,
@@ -204,5 +204,5 @@ def render_comparison(
         parts += [Text(), Text("not the same in both windows:", "yellow")]
         parts += [safe(f"- {line}", "yellow") for line in comparison.differences]
     code = comparison.exit_code
-    parts.append(safe(f"exit {code}: {EXIT_MEANINGS.get(code, 'own code of pytest')} (window B)"))
+    parts.append(safe(f"{exit_text(code)} (window B)"))
     return print_text(Group(*parts), width, color, encoding)

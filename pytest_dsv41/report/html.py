@@ -19,11 +19,11 @@ from markupsafe import Markup
 from .. import __version__, durable
 from ..text import one_line
 from .model import (
-    EXIT_MEANINGS,
     SeriesRow,
     WindowFiles,
     archive_text,
     duration_text,
+    exit_text,
     interval_text,
     load_window,
     missing_lines,
@@ -173,7 +173,7 @@ def html_page(files: WindowFiles) -> str:
         files=files,
         summary=summary,
         title=f"{files.lane} {files.name}: {files.status}",
-        exit_meaning=EXIT_MEANINGS.get(summary.exit_code, "pytest's own code") if summary else "",
+        exit_text=exit_text(summary.exit_code) if summary else "",
         span=seconds_between(summary.started_utc, summary.ended_utc) if summary else None,
         measured=sum(item.outcome == "measured" for item in files.items),
         legend=_legend(arms, files),

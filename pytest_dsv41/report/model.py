@@ -31,6 +31,7 @@ __all__ = [
     "archive_text",
     "decision_rows",
     "duration_text",
+    "exit_text",
     "interval_text",
     "load_window",
     "missing_lines",
@@ -60,6 +61,7 @@ EXIT_MEANINGS: Final[dict[int, str]] = {
     10: "inconclusive",
     0: "candidate, or a complete report",
 }
+_SAID_BY_STATUS: Final = frozenset({0, 10, 11})
 
 Outcome = Literal["measured", "failed", "refused", "skipped", "missing"]
 _OUTCOMES: Final[tuple[Outcome, ...]] = ("measured", "failed", "refused", "skipped")
@@ -511,6 +513,14 @@ def restore_text(summary: Summary) -> str:
     return ", ".join(parts)
 
 
+def exit_text(code: int) -> str:
+    """Return an exit code, with its meaning where the status beside it does not say that."""
+    if code in _SAID_BY_STATUS:
+        return f"exit {code}"
+    meaning = EXIT_MEANINGS.get(code, "pytest's own code")
+    return f"exit {code}: {meaning}"
+
+
 def watch_text(summary: Summary) -> str:
     """Return the watch in one line."""
     watch = summary.watch
@@ -518,7 +528,7 @@ def watch_text(summary: Summary) -> str:
     if watch.seconds is not None:
         parts.append(duration_text(watch.seconds))
     if watch.samples is not None:
-        parts.append(f"{watch.samples} samples")
+        parts.append(f"{watch.samples} sample{'' if watch.samples == 1 else 's'}")
     if watch.reason:
         parts.append(watch.reason)
     return ", ".join(parts)

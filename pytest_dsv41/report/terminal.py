@@ -25,12 +25,12 @@ from rich.text import Text
 from ..text import one_line
 from ..window.summary import WATCH_FAILED, Summary
 from .model import (
-    EXIT_MEANINGS,
     SeriesRow,
     WindowFiles,
     archive_text,
     decision_rows,
     duration_text,
+    exit_text,
     interval_text,
     missing_lines,
     number_text,
@@ -79,7 +79,7 @@ def wants_color(stream: Any = None) -> bool:
 
 def console_width(columns: int | None = None) -> int:
     """Return the width to lay out for: the terminal's, between 80 and 120."""
-    return min(120, max(80, columns or shutil.get_terminal_size((100, 24)).columns))
+    return min(120, max(80, columns or shutil.get_terminal_size((80, 24)).columns))
 
 
 def safe(text: object, style: str = "", limit: int = 300) -> Text:
@@ -104,7 +104,7 @@ def _table(rows: Sequence[SeriesRow]) -> Table:
     table.add_column("cell / series", overflow="fold", min_width=19)
     for title in ("control", "candidate", "gain", "95 % interval", *(["p"] if with_p else [])):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("worse", justify="right", no_wrap=True)
+    table.add_column("lost", justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     blank = [""] * (5 + with_p)
     for cell, members in groupby(rows, key=lambda row: row.cell):
@@ -302,11 +302,8 @@ def render_files(
         parts += _facts(summary)
     parts += _broken_items(files)
     if summary is not None:
-        meaning = EXIT_MEANINGS.get(summary.exit_code, "pytest's own code")
         parts.append(
-            Text.assemble(
-                verdict_text(summary.status), "  ", safe(f"exit {summary.exit_code}: {meaning}")
-            )
+            Text.assemble(verdict_text(summary.status), "  ", safe(exit_text(summary.exit_code)))
         )
     return print_text(Group(*parts), width, color, encoding)
 

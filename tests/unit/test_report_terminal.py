@@ -61,7 +61,7 @@ def test_the_table_says_everything_at_a_glance(tmp_path: Path) -> None:
     assert row(text, "promotion") == "promotion fast, profile single, on short-b1"
     assert row(text, "restore") == "restore RESTORED, 6 of 6 answers identical, 3.2 s"
     assert row(text, "watch") == "watch PASS, 5.0 s, 12 samples"
-    assert text.endswith("CANDIDATE  exit 0: candidate, or a complete report\n")
+    assert text.endswith("CANDIDATE  exit 0\n")
 
 
 def test_the_sentences_of_the_decision_are_shown(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_loss_and_its_losing_guard(tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines.count("short-b1 LOSS") == 1
     assert any(re.fullmatch(r"client_tok_s .* 6/6 LOSS", line) for line in lines)
-    assert lines[-1] == "NOT A CANDIDATE exit 11: not a candidate"
+    assert lines[-1] == "NOT A CANDIDATE exit 11"
 
 
 def test_a_larger_spread_in_the_archive_is_said_and_raises_nothing(tmp_path: Path) -> None:
