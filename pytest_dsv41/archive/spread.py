@@ -202,7 +202,7 @@ def _mixed(found: list[dict[str, Any]]) -> MixedDefinitions:
     )
     name = f"{found[0]['cell']}/{found[0]['metric']}"
     return MixedDefinitions(
-        f"{name}: rows of {len(found)} definitions are never pooled; pick one with where=: {shown}",
+        f"{name}: rows of {len(found)} definitions are never pooled; pick one by {shown}",
         differ=differ,
     )
 

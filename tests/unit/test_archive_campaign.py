@@ -155,7 +155,7 @@ def test_mixed_definitions_are_refused_until_each_is_picked(archive: Path) -> No
         "commit": [FIRST, NEXT],
     }
     assert str(refused.value) == (
-        "short-b1/ms_per_round: rows of 4 definitions are never pooled; pick one with where=: "
+        "short-b1/ms_per_round: rows of 4 definitions are never pooled; pick one by "
         "max_tokens 512, 1500; clock_cap_mhz 2150, 2300; commit 596ba1c00000, 7c41d2000000"
     )
     with pytest.raises(MixedDefinitions) as refused:
