@@ -36,10 +36,12 @@ def _progress(label: str, total: int) -> Iterator[Step]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        # Older releases of rich write an empty line even where the bar is off.
+        yield lambda _trials: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=total)
 
         def step(trials: int, /) -> None:
