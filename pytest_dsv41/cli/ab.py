@@ -18,12 +18,11 @@ HELP = (
 )
 
 _TEMPLATE = """\
-# Written by: dsv41 ab {a} {b}
-# The same comparison again: pytest --window={file}
+# Written by `dsv41 ab`. The same comparison again: pytest --window=THIS_FILE
 
 [window]
 lane = "AB"
-name = "{name}"
+name = "ab"
 hypothesis = {hypothesis}
 schedule = "{schedule}"
 repeats = 1
@@ -42,14 +41,14 @@ symbol = "I"
 settings = {{ url = {b_url} }}
 
 [[cells]]
-name = "{cell}"
+name = {cell}
 decision = true
-primary = "{primary}"
+primary = {primary}
 guards = {guards}
 
 [target]
 kind = "endpoints"
-engine = "{engine}"
+engine = {engine}
 model = {model}
 """
 
@@ -87,22 +86,20 @@ def run(arguments: argparse.Namespace) -> int:
     guards = [] if prefill else ["client_tok_s"]
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    file = out / "ab.toml"
+    number = 1
+    while (file := out / (f"ab-{number}.toml" if number > 1 else "ab.toml")).exists():
+        number += 1
     file.write_text(
         _TEMPLATE.format(
-            a=a,
-            b=b,
-            file=file,
-            name="ab",
             hypothesis=json.dumps(f"{b} against {a}"),
             schedule="/".join(["K/I"] * arguments.repeats),
             out=json.dumps(str(out)),
             a_url=json.dumps(a),
             b_url=json.dumps(b),
-            cell=arguments.cell,
-            primary=primary,
+            cell=json.dumps(arguments.cell),
+            primary=json.dumps(primary),
             guards=json.dumps([guard for guard in guards if guard != primary]),
-            engine=engine,
+            engine=json.dumps(engine),
             model=json.dumps(arguments.model),
         ),
         encoding="utf-8",

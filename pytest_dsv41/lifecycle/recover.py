@@ -197,7 +197,12 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
     names = windows(campaign)
     newest = intent.window if intent else (names[-1] if names else "")
     folder = Path(intent.folder) if intent else window_folder(campaign, newest)
-    production, detail, ephemeral, leftovers = Probe.UP, "no window has run here", True, False
+    production, detail, ephemeral, leftovers = (
+        Probe.UP,
+        "not looked at: no window has run here",
+        True,
+        False,
+    )
     hold_path: Path | None = None
     hold_state, hold_owner = HoldState.NONE, ""
     if folder is not None:
@@ -244,7 +249,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         hold_state=hold_state,
         hold_owner=one_line(hold_owner),
         lease=str(held) if held else "free",
-        production=f"{production.value}: {detail}",
+        production=detail if folder is None else f"{production.value}: {detail}",
         window=newest,
         unfinished=unfinished if held is None else (),
     )

@@ -161,8 +161,8 @@ class LocalTarget:
         running = self._host.listeners(self._production_port)
         if not running:
             raise RefusedByWorld(
-                f"production answers on port {self._production_port}, but its process is not "
-                "visible to this user; it could not be stopped and started again"
+                f"no process that this user may see listens on production's port "
+                f"{self._production_port}: it has died, or could not be started again"
             )
         for process in running:
             if not _same_command(process.argv, expected):
