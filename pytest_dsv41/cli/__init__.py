@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import os
@@ -19,7 +20,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "ab": "compare two servers that already run: dsv41 ab URL_A URL_B",
-    "archive": "the control archive: head, rows, append, verify, query",
+    "archive": "the control archive: head, append, verify, query, spread, plot, migrate",
     "compare": "set two windows side by side",
     "corpus": "cut prompts to token lengths and pin them, hold a corpus against its pins",
     "decide": "decide again from a window's folder",
@@ -27,12 +28,12 @@ COMMANDS = {
     "init": "write a commented window and target file",
     "keeper": "",
     "measure": "measure one request or group against a server",
-    "recover": "finish a window whose process died",
+    "recover": "finish a window whose session and keeper died",
     "replay": "an item's values again from its raw record",
     "report": "make a window's junit.xml and report.html again",
     "resolution": "can this design resolve the expected gain? 0 QUEUE, 2 REFUSE",
     "schema": "print the JSON schema of a summary or a window file",
-    "status": "the facts, the observer's answer, the exact next command",
+    "status": "the facts of a campaign, what they mean, the exact next command",
     "stub": "the embedded stub server",
     "window-cap": "may this lane open another window? 0 ALLOW, 2 REFUSE",
     "windows": "list the windows of a campaign",
@@ -56,6 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"dsv41 {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in words if not word.startswith("-")), None)
+    if chosen is not None and chosen not in known:
+        shown = [name for name, text in known.items() if text]
+        near = "".join(
+            f"did you mean {name!r}?; " for name in difflib.get_close_matches(chosen, shown, 1)
+        )
+        parser.exit(4, f"dsv41: unknown command {chosen!r}; {near}valid: {', '.join(shown)}\n")
     for name, text in known.items():
         sub = (
             commands.add_parser(name, help=text, description=text, allow_abbrev=False)

@@ -66,7 +66,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=6, help="pairs, at least 3 (default: 6)")
     parser.add_argument("--seed", type=int, default=None, help="the window's seed")
     parser.add_argument(
-        "--out", type=Path, default=Path("dsv41-windows"), help="where the folder is made"
+        "--out",
+        type=Path,
+        default=Path("dsv41-windows"),
+        help="where the folder is made (default: dsv41-windows)",
     )
 
 

@@ -18,7 +18,10 @@ HELP = (
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "--campaign", type=Path, default=Path("dsv41-windows"), help="the campaign folder"
+        "--campaign",
+        type=Path,
+        default=Path("dsv41-windows"),
+        help="the campaign folder (default: dsv41-windows)",
     )
 
 

@@ -19,7 +19,10 @@ HELP = (
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "--campaign", type=Path, default=Path("dsv41-windows"), help="the campaign folder"
+        "--campaign",
+        type=Path,
+        default=Path("dsv41-windows"),
+        help="the campaign folder (default: dsv41-windows)",
     )
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
 

@@ -202,3 +202,15 @@ def test_an_unknown_schema_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["schema", "nothing"])
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_one_line_with_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["statu"])
+    assert ended.value.code == 4
+    told = capsys.readouterr().err
+    assert told.startswith("dsv41: unknown command 'statu'; did you mean 'status'?; valid: ab, ")
+    assert told.count("\n") == 1
+    assert "keeper" not in told
