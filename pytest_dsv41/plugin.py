@@ -125,6 +125,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if plan and plan not in _PLANS:
         raise pytest.UsageError(f"window_plan: {plan!r}; valid: {', '.join(_PLANS)}")
     if option(config, "window"):
+        if not plan and config.getoption("window_json", False):
+            # Who asks for a plan in JSON must not find production taken down.
+            raise pytest.UsageError("--window-json prints the plan as JSON: add --window-plan")
         from .glue import register
 
         register(config)

@@ -149,6 +149,12 @@ def test_a_plugin_of_pytest_that_is_off_costs_nothing(plugin: str, tmp_path: Pat
     assert code == 0, output
 
 
+@pytest.mark.parametrize("word", ["--json", "--window-json"])
+def test_json_without_a_plan_is_refused(word: str, tmp_path: Path) -> None:
+    code, output = run(tmp_path, "--window=demo-tiny", word)
+    assert_refused(tmp_path, code, output, "--window-plan")
+
+
 def test_nothing_selected_is_pytests_5_and_touches_nothing(tmp_path: Path) -> None:
     code, output = run(tmp_path, "--window=demo-tiny", "-k", "nothing_has_this_name")
     assert code == 5, output
