@@ -70,9 +70,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the half-width, the answer, and the least designs that would queue."""
-    from ..decision_v2 import Refused, queue
+    from ..decision_v2 import Refused, parse_design, queue
 
     try:
+        parse_design(args.design)
         spread = _spread(args)
         diff_cv, source = _diff_cv(args)
         cv = spread.cv_within if spread is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,24 +117,27 @@ def render_listing(
     if not windows:
         return "no windows\n"
     table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    table.add_column("window", overflow="fold")
+    # An id that is folded cannot be copied: the note gives way first.
+    names = [one.summary.window.id if one.summary else one.folder.name for one in windows]
+    table.add_column("window", overflow="fold", min_width=min(44, max(map(len, names))))
     table.add_column("status", no_wrap=True)
     table.add_column("exit", justify="right", no_wrap=True)
     table.add_column("took", justify="right", no_wrap=True)
     table.add_column("restore", overflow="fold")
     table.add_column("note", overflow="fold")
-    for one in windows:
+    for one, name in zip(windows, names, strict=True):
         summary = one.summary
         took = seconds_between(summary.started_utc, summary.ended_utc) if summary else None
         note = one.note
         if summary and summary.promotion:
             note = f"{summary.promotion.arm} on {', '.join(summary.promotion.cells)}"
         table.add_row(
-            safe(summary.window.id if summary else one.folder.name),
+            safe(name),
             verdict_text(one.status),
             str(summary.exit_code) if summary else "–",
             duration_text(took),
             safe(summary.restore.status if summary else "–"),
             safe(note, limit=120),
         )
-    return print_text(table, width, color, encoding)
+    columns = width or shutil.get_terminal_size((120, 24)).columns
+    return print_text(table, columns, color, encoding)
