@@ -159,6 +159,8 @@ def read_regular(file: Path, limit: int) -> bytes:
         FileNotFoundError: there is no such file.
         ValueError: it cannot be read, is no regular file, or has more than `limit` bytes.
     """
+    if "\0" in str(file):
+        raise ValueError("a name with a null character")
     fd = -1
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

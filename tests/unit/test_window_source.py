@@ -181,7 +181,7 @@ def test_only_a_readable_regular_file_is_read(tmp_path: Path) -> None:
         ("fifo", "x: not a regular file"),
         (".", "x: not a regular file"),
         ("none", "x: no such file"),
-        ("a\0b", "x: embedded null byte"),
+        ("a\0b", "x: a name with a null character"),
     ]:
         with pytest.raises(SpecError) as caught:
             read_toml(tmp_path / name, "x")
