@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..archive import archive_append, archive_head, archive_spreads
-from ..archive.verify import read_checkpoints
 from ..archive.spread import pooled_cv
+from ..archive.verify import read_checkpoints
 from ..durable import dump_json, read_json_lines, write_atomic
 from ..errors import Dsv41Error, UsageError
 from ..text import one_line
