@@ -223,9 +223,9 @@ def _starts(plan: Plan, lines: list[dict[str, Any]]) -> list[StartInfo]:
             continue
         end = next((line for line in own if line["event"] == "end"), {})
         fail = next((line for line in own if line["event"] == "fail"), {})
-        stop = next(
-            (x for x in lines if x.get("step") == f"stop:{start.name}" and x["event"] == "end"), {}
-        )
+        # The start that was up when the window closed ends with the close's own first step.
+        stops = (f"stop:{start.name}", "experiment-stop")
+        stop = next((x for x in lines if x.get("step") in stops and x["event"] == "end"), {})
         infos.append(
             StartInfo(
                 name=start.name,

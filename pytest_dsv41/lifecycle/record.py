@@ -43,6 +43,12 @@ class TargetRecord:
     engines: dict[str, str] = dataclasses.field(default_factory=dict)
     """Dialects that plugins added: name to the `module:qualname` of the engine's class."""
 
+    @property
+    def close_budget_s(self) -> float:
+        """Seconds that giving production back may take: every limit of the close, twice."""
+        limits = self.limits
+        return 2 * (limits["stop_s"] + limits["start_s"] + limits["watch_s"]) + 60.0
+
     def build(
         self, folder: Path, pause: Callable[[float], None] = time.sleep
     ) -> tuple[Target, TargetContext]:

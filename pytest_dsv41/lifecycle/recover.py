@@ -45,8 +45,7 @@ def recover_window(
     own = lease is None
     lease = lease or Lease(campaign)
     if own:
-        budget = limits["stop_s"] * 2 + limits["start_s"] * 2 + limits["watch_s"] * 2 + 60.0
-        lease.acquire(f"recover {record.window}", budget, wait_s=wait_s)
+        lease.acquire(f"recover {record.window}", record.close_budget_s, wait_s=wait_s)
     try:
         intent = None
         with contextlib.suppress(UsageError):

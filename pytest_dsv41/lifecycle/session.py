@@ -164,7 +164,7 @@ class WindowRun:
         seconds = limits["window_s"]
         self.campaign.mkdir(parents=True, exist_ok=True)
         self._deadline = boottime() + seconds
-        self.lease.acquire(self.plan.window_id, seconds + self._close_budget())
+        self.lease.acquire(self.plan.window_id, seconds + self._record.close_budget_s)
         try:
             self._admit()
         except BaseException as error:
@@ -175,7 +175,9 @@ class WindowRun:
         target = self.target
         if target.holds:
             with self.journal.step("keeper") as detail:
-                self._keeper = spawn_keeper(self.folder, self._deadline, self._close_budget())
+                self._keeper = spawn_keeper(
+                    self.folder, self._deadline, self._record.close_budget_s
+                )
                 detail["pid"] = self._keeper.pid
             self._take_down()
         self._show(phase="measuring", production="down" if target.holds else "")
@@ -368,7 +370,9 @@ class WindowRun:
     def _revive_keeper(self) -> None:
         if self._keeper is not None and not self._keeper.alive():
             with self.journal.step("keeper-again") as detail:
-                self._keeper = spawn_keeper(self.folder, self._deadline, self._close_budget())
+                self._keeper = spawn_keeper(
+                    self.folder, self._deadline, self._record.close_budget_s
+                )
                 detail["pid"] = self._keeper.pid
             intent = read_intent(self.campaign)
             if intent is not None:
@@ -407,7 +411,7 @@ class WindowRun:
         if self._closed is None:
             self._show(phase="closing", start="")
             with contextlib.suppress(Dsv41Error, OSError):
-                self.lease.renew(self.plan.window_id, self._close_budget())
+                self.lease.renew(self.plan.window_id, self._record.close_budget_s)
             self._closed = close_window(
                 self.target,
                 window_id=self.plan.window_id,
@@ -432,10 +436,6 @@ class WindowRun:
         production = "UNKNOWN" if self._closed.production_down else "serving"
         self._show(phase="done", production=production if self.target.holds else "")
         return self.summary
-
-    def _close_budget(self) -> float:
-        limits = self._record.limits
-        return limits["stop_s"] * 2 + limits["start_s"] * 2 + limits["watch_s"] * 2 + 60.0
 
     def _progress(self, what: str, left: float) -> None:
         self.state.seconds_left = left or None
