@@ -100,6 +100,7 @@ def test_a_production_that_is_down_is_refused(tmp_path: Path) -> None:
     assert not (ended.folder / "journal.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_restored_production_with_other_answers_is_an_alert(tmp_path: Path) -> None:
     port = LocalHost.free_port()
     file = Path(window(tmp_path, port))

@@ -106,7 +106,8 @@ def test_an_exception_on_the_way_brings_production_back(at: str, do: str, tmp_pa
     assert ended.summary["status"] == "INCOMPLETE"
 
 
-@pytest.mark.parametrize("word", ["-x", pytest.param("--maxfail=1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["-x", "--maxfail=1"])
 def test_stopping_at_the_first_failure_brings_production_back(word: str, tmp_path: Path) -> None:
     ended = run(tmp_path, word, at="cell:K1-decode-b1-r1", do="raise")
     assert_ended_well(ended)
@@ -159,6 +160,7 @@ def test_a_dead_keeper_is_replaced_before_the_next_start(tmp_path: Path) -> None
     assert "keeper-again:end" in ended.steps()
 
 
+@pytest.mark.slow
 def test_recover_finishes_a_window_whose_keeper_died_too(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*command(tmp_path), "-p", "phase_fault"],

@@ -83,6 +83,7 @@ def test_a_second_window_is_refused_with_the_firsts_owner_and_age(tmp_path: Path
     assert first.returncode == 0, output
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_mid_cell_fails_the_cell_and_production_comes_back(
     tmp_path: Path,
 ) -> None:
@@ -112,7 +113,7 @@ def test_a_server_killed_in_mid_cell_fails_the_cell_and_production_comes_back(
     ("words", "limits"),
     [
         pytest.param(("--timeout=1",), "", id="timeout", marks=pytest.mark.slow),
-        pytest.param((), "item_s = 1.0", id="limits"),
+        pytest.param((), "item_s = 1.0", id="limits", marks=pytest.mark.slow),
     ],
 )
 def test_an_items_deadline_ends_the_item_and_reaches_no_restore(

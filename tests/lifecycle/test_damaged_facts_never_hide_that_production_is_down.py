@@ -71,6 +71,7 @@ def test_an_intent_that_is_damaged_is_made_again_from_the_journal(act: str, tmp_
     assert_ended_well(ended)
 
 
+@pytest.mark.slow
 def test_a_window_that_lost_its_lease_does_nothing_more_and_says_what_does(tmp_path: Path) -> None:
     ended = damaged(tmp_path, NEWER_LEASE)
     campaign = ended.campaign
@@ -100,6 +101,7 @@ def test_a_foreign_hold_in_mid_window_is_kept_and_recover_waits_for_it(tmp_path:
     assert_ended_well(Ended(12, "", campaign))
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_costs_the_window_nothing(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*command(tmp_path), "-v"],

@@ -100,6 +100,7 @@ def decided(folder: Path) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_window_with_advice_from_archive_to_decide(tmp_path: Path) -> None:
     groups = synthetic_archive(tmp_path / "out" / "control-archive.jsonl")
     ended = run(tmp_path / "out", window=window(tmp_path))
@@ -150,6 +151,7 @@ def test_a_window_with_advice_from_archive_to_decide(tmp_path: Path) -> None:
     assert told.startswith("no advice: prior.json was changed since the window was opened")
 
 
+@pytest.mark.slow
 def test_the_keeper_gives_the_same_advice_without_an_archive_too(tmp_path: Path) -> None:
     ended: Ended = run(
         tmp_path / "out", window=window(tmp_path), at="cell:C2-decode-b1-r1", do="SIGKILL"
