@@ -96,7 +96,7 @@ def left(served: Serving, kind: str = "") -> list[tuple[int, int]]:
     ]
 
 
-def at(time_ns: int | None, write: tuple[int, int], slack_ns: int = 2_000_000) -> bool:
+def at(time_ns: int | None, write: tuple[int, int], slack_ns: int = 6_000_000) -> bool:
     """Whether a stamp lies at a write, with room for a busy machine on the late side only."""
     before, after = write
     return time_ns is not None and before - 100_000 <= time_ns <= after + slack_ns
