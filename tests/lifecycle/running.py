@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
@@ -110,13 +111,13 @@ def wait_for_keepers(campaign: Path) -> None:
 
 
 def leftovers(campaign: Path) -> list[str]:
-    """Processes that carry the scope of one of the campaign's windows, or its folder."""
-    names = [p.name for p in campaign.iterdir() if "-W-" in p.name]
+    """Processes that carry a scope of the campaign; another campaign's windows are not ours."""
+    mine = hashlib.sha1(os.fsencode(campaign.resolve()), usedforsecurity=False).hexdigest()[:8]
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             scope = process.environ().get("DSV41_SCOPE", "")
-            if process.status() != psutil.STATUS_ZOMBIE and any(n in scope for n in names):
+            if process.status() != psutil.STATUS_ZOMBIE and f"-{mine}-" in scope:
                 found.append(f"{process.pid} {process.cmdline()}")
     return found
 
