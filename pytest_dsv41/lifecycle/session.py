@@ -258,14 +258,18 @@ class WindowRun:
             self._show(phase="starting the window's own production")
             with journal.step("production-first"):
                 target.start_production()
+        # Asked to stop, the window ends before the next act, and here still with nothing touched.
+        self.pause(0)
         self._show(phase="HOLD")
         host = LocalHost(CommandLog(self.folder / "cmd")).identity()
         with journal.step("hold"):
             self.hold.create(self.plan.window_id, self.lease.epoch, host)
+        self.pause(0)
         self._show(phase="capture")
         with journal.step("capture") as detail:
             rollback, sha256 = capture(target, self.folder, deadline_s=start_s)
             detail["rollback_sha256"] = sha256
+        self.pause(0)
         self._still_ours()
         with journal.step("intent"):
             keeper = self._keeper
