@@ -242,7 +242,7 @@ def _pinned(cell: SeededCell) -> None:
         PROMPT_SHA256.setdefault(name, prompt.sha256)
         if prompt.sha256 != PROMPT_SHA256[name]:
             raise MeasurementRefused(
-                "prompt-pin", f"prompt {name} is another one than this session began with"
+                "prompt-pin", f"prompt {name} is another one than the cell began with"
             )
 
 
