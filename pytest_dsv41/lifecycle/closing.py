@@ -4,7 +4,8 @@ It reads the durable facts (HOLD, intent, journal) and never what a process reme
 end of the pytest session, the keeper and `dsv41 recover` do the same thing. Each step is
 idempotent, is journalled, and is tried whatever the former raised; a step runs only when the facts
 allow it: production is not started beside a live experiment, the HOLD goes only after the answers
-were proved, the intent only after the watch has passed.
+were proved, the intent only after the watch has passed. Between the answers and the end of the
+HOLD lies the seam: what the session measures on production there can keep nothing from going on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .intent import Intent, clear_intent, read_intent, write_intent
 from .journal import Journal
 from .lease import Lease
 from .production import check, read_rollback, watch
+from .seam import Seam, run_seam
 
 __all__ = ["CloseResult", "close_window"]
 
@@ -32,6 +34,7 @@ NOT_NEEDED = "NOT NEEDED: production untouched"
 RESTORED = "RESTORED"
 FAILED = "FAILED"
 ALERT = "ALERT"
+SEAM_STEP = "restore-seam"
 
 
 @dataclasses.dataclass
@@ -49,6 +52,8 @@ class CloseResult:
     open: bool = False
     """Whether the intent is left, or production down: there is something to do next."""
     next_command: str = "recover"
+    seam: str | None = None
+    """What became of the planned work in the seam: DONE, FAILED or SKIPPED, and why; None: none."""
 
     @property
     def clean(self) -> bool:
@@ -67,6 +72,7 @@ class _Closer:
         lease: Lease,
         limits: dict[str, float],
         progress: Callable[[str, float], None],
+        seam: Seam | None,
     ) -> None:
         self.target = target
         self.window_id = window_id
@@ -76,6 +82,7 @@ class _Closer:
         self.lease = lease
         self.limits = limits
         self.progress = progress
+        self.seam = seam
         self.result = CloseResult()
         self.hold = Hold(target.hold_path())
 
@@ -99,6 +106,9 @@ class _Closer:
 
     def run(self) -> CloseResult:
         self.journal.tolerant = True
+        if self.limits.get("seam_s"):
+            before = self.seam_before()
+            self.result.seam = before or "SKIPPED: production was not restored and checked"
         stopped = self.attempt("experiment-stop", self.target.stop_all)
         try:
             intent = self.intent()
@@ -232,6 +242,7 @@ class _Closer:
         self.progress("restore: six answers are compared", 0.0)
         if not self.verified(intent):
             return
+        self.between()
         released = self.attempt("hold-close", lambda: self.hold.close(self.window_id))
         if not released:
             self.result.alerts.append(self.result.errors[-1])
@@ -294,6 +305,35 @@ class _Closer:
             )
         return ok
 
+    def between(self) -> None:
+        """The seam: whatever becomes of its work, the HOLD closes and the watch runs."""
+        if not self.limits.get("seam_s") or self.seam_before():
+            return
+        seam = self.seam
+        if seam is None:
+            reason = "only the window's own session, not stopped, runs it"
+            self.journal.note(SEAM_STEP, "skip", reason=reason)
+            self.result.seam = f"SKIPPED: {reason}"
+            return
+        try:
+            with self.journal.step(SEAM_STEP, work=seam.name, deadline_s=seam.deadline_s):
+                self.lease.check()
+                run_seam(seam, lambda left: self.progress("restore: production is measured", left))
+        except BaseException as error:  # noqa: BLE001 - production is back, and stays back
+            self.result.seam = f"FAILED: {one_line(str(error) or type(error).__name__)}"
+        else:
+            self.result.seam = "DONE"
+
+    def seam_before(self) -> str | None:
+        """What an earlier close made of the seam; it is not tried twice."""
+        last: dict[str, Any] = next(
+            (x for x in reversed(self.journal.lines()) if x.get("step") == SEAM_STEP), {}
+        )
+        heads = {"end": "DONE", "fail": "FAILED", "skip": "SKIPPED", "begin": "FAILED"}
+        head = heads.get(last.get("event", ""))
+        reason = "its process died" if last.get("event") == "begin" else last.get("reason")
+        return f"{head}: {reason}" if head and reason else head
+
     def watched(self) -> bool:
         """The post-close watch."""
         seconds = self.limits.get("watch_s", 900.0)
@@ -338,13 +378,16 @@ def close_window(
     lease: Lease,
     limits: dict[str, float],
     progress: Callable[[str, float], None] = lambda _what, _left: None,
+    seam: Seam | None = None,
 ) -> CloseResult:
     """End a window from its durable facts. Idempotent: a second call finds nothing to do.
 
-    `progress` gets what is being done and the seconds left where they are known. Signals must be
-    deferred by the caller. Never raises; what went wrong is in the result.
+    `seam` runs on production once it is proved itself and before the HOLD goes, where the window
+    planned one (`limits["seam_s"]`, seconds); a caller that has none (the keeper, `recover`) skips
+    it and says so. `progress` gets what is being done and the seconds left where they are known.
+    Signals must be deferred by the caller. Never raises; what went wrong is in the result.
     """
-    closer = _Closer(target, window_id, folder, campaign, journal, lease, limits, progress)
+    closer = _Closer(target, window_id, folder, campaign, journal, lease, limits, progress, seam)
     result = closer.run()
     result.open = result.production_down or (campaign / "intent.json").exists()
     return result

@@ -135,6 +135,7 @@ def finish_window(
             answers_identical=restore.get("answers_identical"),
             seconds=_seconds(lines, ("restore-start", "restore-check", "hold-close")),
             reason=restore.get("reason") or None,
+            seam=closed.seam,
         ),
         watch=Watch(**(closed.watch or {"status": "NOT RUN"})),
         production_commit=record.commit or None,
@@ -142,7 +143,7 @@ def finish_window(
         spreads=spreads,
         alerts=tuple(alerts),
         software=_software(),
-        notes=tuple(outcome.notes),
+        notes=(*outcome.notes, *_seam_note(closed)),
         advisory={
             **_advisory(plan, values, rules or {}),
             **{name: tuple(lines) for name, lines in outcome.advisory.items()},
@@ -150,6 +151,13 @@ def finish_window(
     )
     write_summary(folder, summary)
     return summary
+
+
+def _seam_note(closed: CloseResult) -> tuple[str, ...]:
+    """The measurement in the restore's seam decides nothing; only its absence is worth a line."""
+    if closed.seam is None or closed.seam == "DONE":
+        return ()
+    return (f"the measurement in the restore's seam: {closed.seam}",)
 
 
 def refuse_window(folder: Path, plan: Plan, record: TargetRecord, reason: str) -> Summary:

@@ -45,9 +45,13 @@ class TargetRecord:
 
     @property
     def close_budget_s(self) -> float:
-        """Seconds that giving production back may take: every limit of the close, twice."""
+        """Seconds that giving production back may take: every limit of the close, twice.
+
+        The work in the restore's seam ends at its own deadline and counts once.
+        """
         limits = self.limits
-        return 2 * (limits["stop_s"] + limits["start_s"] + limits["watch_s"]) + 60.0
+        acts = limits["stop_s"] + limits["start_s"] + limits["watch_s"]
+        return 2 * acts + limits.get("seam_s", 0.0) + 60.0
 
     def build(
         self, folder: Path, pause: Callable[[float], None] = time.sleep

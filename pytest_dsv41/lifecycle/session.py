@@ -43,6 +43,7 @@ from .keeper import KeeperHandle, spawn_keeper
 from .lease import Lease
 from .production import capture
 from .record import TargetRecord, register_window
+from .seam import Seam
 
 __all__ = ["State", "WindowRun", "as_arm"]
 
@@ -96,6 +97,8 @@ class WindowRun:
         self.opened = False
         self.refused: str | None = None
         self.broken: dict[str, str] = {}
+        self.seam: Seam | None = None
+        """What the session does in the restore's seam; it counts only where one was planned."""
         self._factory = factory
         self._record = record
         self._target: Target | None = None
@@ -112,8 +115,13 @@ class WindowRun:
     # -- asked from outside ------------------------------------------------------------------------
 
     def request_stop(self, reason: str) -> None:
-        """Ask the window to end; the first reason stays. A window that closes is over already."""
+        """Ask the window to end; the first reason stays.
+
+        A window that closes is over already: only the work in the restore's seam ends early.
+        """
         if self._closing:
+            if self.seam is not None:
+                self.seam.stop.set()
             return
         if self.stop_reason is None:
             self.stop_reason = reason
@@ -425,6 +433,7 @@ class WindowRun:
                 lease=self.lease,
                 limits=self._record.limits,
                 progress=self._progress,
+                seam=self.seam if self.stop_reason is None else None,
             )
         self.summary = finish_window(
             self.folder,

@@ -170,6 +170,11 @@ class Restore(_Part):
     )
     seconds: float | None = Field(default=None, description="Seconds that the restore took.")
     reason: str | None = Field(default=None, description="Why it failed, if it did.")
+    seam: str | None = Field(
+        default=None,
+        description="The planned measurement of production between the check and the end of the"
+        " HOLD: DONE, FAILED or SKIPPED, text after a colon says why; null: none was planned.",
+    )
 
     @property
     def head(self) -> str:
