@@ -9,6 +9,7 @@ Dsv41Error
 ├── MeasurementRefused    a value cannot be trusted (foreign traffic, reset counters, …)
 ├── MeasurementFailed     a request failed; it is never averaged
 ├── CommandFailed         a command ran and answered with another code than 0
+│   └── StaleEpoch        … because a newer coordinator has taken over; nothing was changed
 ├── TransportError        a host or link did not answer: the outcome is UNKNOWN
 └── RestoreFailed         production is not known to be up: exit 20
 """
@@ -23,6 +24,7 @@ __all__ = [
     "RefusedByWorld",
     "RestoreFailed",
     "SpecError",
+    "StaleEpoch",
     "StartFailed",
     "TransportError",
     "UsageError",
@@ -76,6 +78,10 @@ class CommandFailed(Dsv41Error):
     def __init__(self, message: str, returncode: int) -> None:
         super().__init__(message)
         self.returncode = returncode
+
+
+class StaleEpoch(CommandFailed):
+    """A host has seen a newer epoch. Stop: another coordinator owns it, nothing was changed."""
 
 
 class TransportError(Dsv41Error):

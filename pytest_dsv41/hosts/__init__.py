@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from .base import CommandLog, CommandResult, Probe, Process
+from .base import FENCED_OFF, CommandLog, CommandResult, Fence, Host, Probe, Process
 from .local import LocalHost
 
-__all__ = ["CommandLog", "CommandResult", "LocalHost", "Probe", "Process"]
+__all__ = [
+    "FENCED_OFF",
+    "CommandLog",
+    "CommandResult",
+    "Fence",
+    "Host",
+    "LocalHost",
+    "Probe",
+    "Process",
+]

@@ -1,4 +1,9 @@
-"""The vocabulary of hosts: probes, processes, command results, and the log of every command."""
+"""What a window may do to a machine: one small interface with a local, an ssh and a simulated side.
+
+A host answers or it does not, and the two are never mixed: `CommandFailed` is the host's own
+answer (a command's exit code, 255 included, or a refused file), `TransportError` is no answer, and
+then nobody knows whether the act happened.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,17 @@ import enum
 import re
 import shlex
 import threading
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Protocol, runtime_checkable
 
 from ..durable import write_atomic
 from ..text import visible
 
-__all__ = ["CommandLog", "CommandResult", "Probe", "Process"]
+__all__ = ["FENCED_OFF", "CommandLog", "CommandResult", "Fence", "Host", "Probe", "Process"]
+
+FENCED_OFF = 83
+"""The exit code of a command that a host refused because its epoch is no longer the newest."""
 
 
 class Probe(enum.Enum):
@@ -45,6 +55,93 @@ class CommandResult:
     stdout: str
     stderr: str
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Fence:
+    """The epoch that a mutating step carries, and the file where its host keeps the highest seen.
+
+    The host compares and acts under one lock, so a coordinator that was paused before the act and
+    overtaken meanwhile is refused however late it comes back (SAFETY I8).
+    """
+
+    path: str
+    epoch: int
+
+    @classmethod
+    def beside(cls, hold: str, epoch: int) -> Fence:
+        """The fence of the host whose HOLD lies at `hold`."""
+        path = PurePosixPath(hold)
+        return cls(str(path.with_name(f"{path.name}.epoch")), epoch)
+
+
+def stale(what: str, host: str, seen: int, fence: Fence) -> str:
+    """The line of a refused older epoch."""
+    return (
+        f"{what}: {host} has seen epoch {seen}, this is {fence.epoch}; "
+        "another coordinator has taken over and nothing was changed"
+    )
+
+
+@runtime_checkable
+class Host(Protocol):
+    """One machine. Paths are absolute paths on that machine; every call is logged or reads only.
+
+    Every method but `close` raises TransportError when the host does not answer, and
+    CommandFailed when it answers that it cannot (a full disk, a missing program, a file that may
+    not be read). A call that carries a `fence` raises StaleEpoch, with nothing changed, when the
+    host has seen a newer epoch.
+    """
+
+    @property
+    def name(self) -> str:
+        """What messages call it; unique among the hosts of a target."""
+
+    def identity(self) -> str:
+        """Boot id and start of PID 1: another value means that the host was restarted."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        name: str,
+        deadline_s: float,
+        stdin: str = "",
+        env: Mapping[str, str] | None = None,
+        check: bool = True,
+        fence: Fence | None = None,
+    ) -> CommandResult:
+        """Run `argv` to its end, log it as `name`, and return what it answered.
+
+        Raises:
+            CommandFailed: with `check`, it ended with another code than 0; 127: no such program.
+            TransportError: no answer within `deadline_s` seconds, or the link was lost.
+        """
+
+    def read(self, path: str) -> bytes | None:
+        """The file's bytes, or None when there is none."""
+
+    def create(self, path: str, data: bytes | str, *, fence: Fence | None = None) -> None:
+        """Create the file once, durably, with the folders above it.
+
+        Raises:
+            FileExistsError: something lies there; it is untouched.
+        """
+
+    def write(self, path: str, data: bytes | str, *, fence: Fence | None = None) -> None:
+        """Replace the file durably: readers see the old bytes or the new ones."""
+
+    def remove(self, path: str, *, fence: Fence | None = None) -> None:
+        """Remove the file durably; a missing one is fine."""
+
+    def port(self, port: int, host: str = "127.0.0.1") -> Probe:
+        """Whether something listens, seen from this machine: DOWN only when it is refused."""
+
+    def processes(self) -> list[Process]:
+        """Every live process with its command line."""
+
+    def close(self) -> None:
+        """Give up the connection; the next call opens it again."""
 
 
 class CommandLog:

@@ -8,19 +8,21 @@ death of the one that started them; the session id finds those that cleared thei
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import psutil
 
-from ..errors import CommandFailed, TransportError
-from .base import CommandLog, CommandResult, Probe, Process
+from .. import durable
+from ..errors import CommandFailed, StaleEpoch, TransportError
+from .base import FENCED_OFF, CommandLog, CommandResult, Fence, Probe, Process, stale
 
 __all__ = ["LocalHost"]
 
@@ -33,6 +35,27 @@ _NOT_INHERITED: Final = ("PYTEST_", "DSV41_", "COV_", "COVERAGE_")
 def boottime() -> float:
     """Seconds since boot, suspend included: comparable between processes of one boot."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@contextlib.contextmanager
+def _answering(act: str, path: str) -> Iterator[None]:
+    """Turn the file system's refusal into the host's answer; that a file exists stays itself."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise CommandFailed(f"{act} {path}: {error.strerror}", error.errno or 1) from error
+    except ValueError as error:
+        raise CommandFailed(f"{act} {path}: unreadable ({error})", 1) from error
+
+
+def _make_folder(path: str) -> None:
+    """Make the folders above `path`; one that is a file is no file that exists."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
 
 
 def _sink(output: Path) -> BinaryIO:
@@ -56,9 +79,9 @@ class LocalHost:
     def identity(self) -> str:
         """Boot id and start time of PID 1: another value means that the host was restarted."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        with contextlib.suppress(psutil.Error, OSError):
-            return f"{boot}/{psutil.Process(1).create_time():.0f}"
-        return boot
+        # In clock ticks since boot, which no change of the wall clock moves.
+        fields = Path("/proc/1/stat").read_text(encoding="utf-8", errors="replace")
+        return f"{boot}/{fields.rpartition(')')[2].split()[19]}"
 
     # -- processes ----------------------------------------------------------------------------
 
@@ -70,13 +93,25 @@ class LocalHost:
         deadline_s: float,
         stdin: str = "",
         env: Mapping[str, str] | None = None,
+        check: bool = True,
+        fence: Fence | None = None,
     ) -> CommandResult:
-        """Run `argv` to its end and log it.
+        """Run `argv` to its end and log it; past the deadline it is killed (see `Host.run`)."""
+        with self._fenced(fence, name):
+            result = self._run(argv, name, deadline_s, stdin, env or {})
+        if check and result.returncode != 0:
+            last = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
+            raise CommandFailed(f"{name}: exit {result.returncode}: {last}", result.returncode)
+        return result
 
-        Raises:
-            TransportError: no answer within `deadline_s` seconds; the command was killed.
-            CommandFailed: it could not be started, or ended with another code than 0.
-        """
+    def _run(
+        self,
+        argv: Sequence[str],
+        name: str,
+        deadline_s: float,
+        stdin: str,
+        env: Mapping[str, str],
+    ) -> CommandResult:
         begun = time.monotonic()
         try:
             done = subprocess.run(
@@ -86,7 +121,7 @@ class LocalHost:
                 text=True,
                 errors="replace",
                 timeout=deadline_s,
-                env=self._environment(env or {}),
+                env=self._environment(env),
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
@@ -108,9 +143,6 @@ class LocalHost:
                 result.stderr,
             ],
         )
-        if result.returncode != 0:
-            last = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
-            raise CommandFailed(f"{name}: exit {result.returncode}: {last}", result.returncode)
         return result
 
     def spawn(
@@ -231,6 +263,62 @@ class LocalHost:
     def _reap(pid: int) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+    # -- files --------------------------------------------------------------------------------
+
+    def read(self, path: str) -> bytes | None:
+        """See `Host.read`."""
+        with _answering("read", path):
+            try:
+                return Path(path).read_bytes()
+            except FileNotFoundError:
+                return None
+
+    def create(self, path: str, data: bytes | str, *, fence: Fence | None = None) -> None:
+        """See `Host.create`."""
+        with self._fenced(fence, f"create {path}"), _answering("create", path):
+            _make_folder(path)
+            durable.create_exclusive(Path(path), data)
+
+    def write(self, path: str, data: bytes | str, *, fence: Fence | None = None) -> None:
+        """See `Host.write`."""
+        with self._fenced(fence, f"write {path}"), _answering("write", path):
+            _make_folder(path)
+            durable.write_atomic(Path(path), data)
+
+    def remove(self, path: str, *, fence: Fence | None = None) -> None:
+        """See `Host.remove`."""
+        with self._fenced(fence, f"remove {path}"), _answering("remove", path):
+            durable.remove(Path(path))
+
+    @contextlib.contextmanager
+    def _fenced(self, fence: Fence | None, what: str) -> Iterator[None]:
+        """Hold the fence's lock while the body acts, having refused an older epoch."""
+        if fence is None:
+            yield
+            return
+        path = Path(fence.path)
+        with _answering("fence", fence.path):
+            _make_folder(fence.path)
+            lock = durable.FileLock(path.with_name(f"{path.name}.lock"))
+            lock.acquire(blocking=True)
+        try:
+            with _answering("fence", fence.path):
+                seen = int(path.read_bytes()) if path.exists() else 0
+                if seen > fence.epoch:
+                    raise StaleEpoch(stale(what, self.name, seen, fence), FENCED_OFF)
+                if seen < fence.epoch:
+                    durable.write_atomic(path, f"{fence.epoch}\n")
+            yield
+        finally:
+            lock.release()
+
+    def processes(self) -> list[Process]:
+        """See `Host.processes`."""
+        return [self._describe(found) for found in psutil.process_iter()]
+
+    def close(self) -> None:
+        """There is no connection."""
 
     # -- ports --------------------------------------------------------------------------------
 
