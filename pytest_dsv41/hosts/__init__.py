@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import FENCED_OFF, CommandLog, CommandResult, Fence, Host, Probe, Process
+from .base import FENCED_OFF, CommandLog, CommandResult, Fence, Host, Placeholder, Probe, Process
 from .local import LocalHost
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Fence",
     "Host",
     "LocalHost",
+    "Placeholder",
     "Probe",
     "Process",
 ]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import hashlib
+import os
 import re
 import shlex
 import threading
@@ -20,7 +22,16 @@ from typing import Protocol, runtime_checkable
 from ..durable import write_atomic
 from ..text import visible
 
-__all__ = ["FENCED_OFF", "CommandLog", "CommandResult", "Fence", "Host", "Probe", "Process"]
+__all__ = [
+    "FENCED_OFF",
+    "CommandLog",
+    "CommandResult",
+    "Fence",
+    "Host",
+    "Placeholder",
+    "Probe",
+    "Process",
+]
 
 FENCED_OFF = 83
 """The exit code of a command that a host refused because its epoch is no longer the newest."""
@@ -31,6 +42,18 @@ class Probe(enum.Enum):
 
     UP = "UP"
     DOWN = "DOWN"
+    UNKNOWN = "UNKNOWN"
+
+
+class Placeholder(enum.Enum):
+    """What a look for a chain's placeholder saw on one host.
+
+    FOREIGN: a placeholder that names another owner or none; it is never touched.
+    """
+
+    UP = "UP"
+    DOWN = "DOWN"
+    FOREIGN = "FOREIGN"
     UNKNOWN = "UNKNOWN"
 
 
@@ -69,10 +92,16 @@ class Fence:
     epoch: int
 
     @classmethod
-    def beside(cls, hold: str, epoch: int) -> Fence:
-        """The fence of the host whose HOLD lies at `hold`."""
+    def beside(cls, hold: str, epoch: int, campaign: str = "") -> Fence:
+        """The fence of the host whose HOLD lies at `hold`.
+
+        Epochs of two campaigns are not comparable, so each has a file of its own there; between
+        campaigns the HOLD decides.
+        """
         path = PurePosixPath(hold)
-        return cls(str(path.with_name(f"{path.name}.epoch")), epoch)
+        which = hashlib.sha256(os.fsencode(campaign)).hexdigest()[:12] if campaign else ""
+        name = ".".join(filter(None, (path.name, which, "epoch")))
+        return cls(str(path.with_name(name)), epoch)
 
 
 def stale(what: str, host: str, seen: int, fence: Fence) -> str:

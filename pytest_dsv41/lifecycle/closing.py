@@ -84,7 +84,7 @@ class _Closer:
         self.progress = progress
         self.seam = seam
         self.result = CloseResult()
-        self.hold = Hold(target.hold_path())
+        self.hold = Hold(target.hold_sites())
 
     def attempt(
         self, step: str, act: Callable[[], Any], result: dict[str, Any] | None = None
@@ -183,7 +183,7 @@ class _Closer:
         if state is HoldState.OWN:
             self.attempt("hold-close", lambda: self.hold.close(self.window_id))
         elif state is not HoldState.NONE and self.journal.begun("hold"):
-            self.result.alerts.append(f"HOLD {self.hold.path} is {state.value}: {owner}")
+            self.result.alerts.append(f"HOLD {self.hold} is {state.value}: {owner}")
 
     def given_back(self) -> None:
         """Production was taken down and no intent is left: an earlier close did it, or a person.
@@ -217,13 +217,13 @@ class _Closer:
         if state in (HoldState.FOREIGN, HoldState.UNREADABLE):
             self.fail(
                 ALERT,
-                f"HOLD {self.hold.path} is {state.value} ({one_line(owner)}): "
+                f"HOLD {self.hold} is {state.value} ({one_line(owner)}): "
                 "production is not started over somebody else's window",
             )
             self.result.alerts.append(self.result.restore["reason"])
             self.result.next_command = "status"
             return
-        if state is HoldState.NONE and not self.retake():
+        if self.hold.missing(self.window_id) and not self.retake():
             return
         if not stopped:
             self.fail(
@@ -252,10 +252,7 @@ class _Closer:
 
     def retake(self) -> bool:
         """Somebody deleted our HOLD while production is down: take it again before acting."""
-        host = self.target.describe().get("kind", "")
-        ok = self.attempt(
-            "hold-retake", lambda: self.hold.create(self.window_id, self.lease.epoch, str(host))
-        )
+        ok = self.attempt("hold-retake", lambda: self.hold.create(self.window_id, self.lease.epoch))
         if not ok:
             self.fail(ALERT, self.result.errors[-1])
             self.result.alerts.append(self.result.errors[-1])

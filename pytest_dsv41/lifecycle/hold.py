@@ -1,19 +1,29 @@
-"""The HOLD: a file on the host that says whose window has production down."""
+"""The HOLD: one file on every host that says whose window has production down.
+
+The files are created in one fixed order, all or nothing, and removed only by their owner. Two
+windows that open at once meet at the first host: one of them is refused there, and has created
+nothing anywhere else.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
+from collections.abc import Callable
 from pathlib import Path
 
-from ..durable import create_exclusive, dump_json, remove
-from ..errors import RefusedByWorld
+from ..durable import dump_json
+from ..errors import Dsv41Error, RefusedByWorld
+from ..targets import HoldSite
 from ..text import one_line
 from .journal import utc_now
 from .record import window_folder
 
 __all__ = ["Hold", "HoldState"]
+
+_Own = Callable[[str], bool]
 
 
 class HoldState(enum.Enum):
@@ -23,78 +33,128 @@ class HoldState(enum.Enum):
     OWN = "own"
     FOREIGN = "foreign"
     UNREADABLE = "unreadable"
+    """It names no owner, or its host does not answer: it counts as somebody's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hold:
-    """The HOLD file of one host, seen by a campaign.
+    """The HOLD over all of a target's hosts, seen by a campaign.
 
     A HOLD is *own* to an observer when its owner has a journal in the campaign's folder, and own
-    to a window only when it is that window's. Another's is never changed, whatever it holds.
+    to a window only when it is that window's. Another's is never changed, whatever it holds. Over
+    several hosts the strangest file speaks: unreadable before foreign before own before none.
     """
 
-    path: Path
+    sites: tuple[HoldSite, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(str(site) for site in self.sites) or "no host"
 
     def owner(self) -> tuple[HoldState, str]:
-        """Read the file: NONE, FOREIGN with its owner's tag, or UNREADABLE with why."""
-        try:
-            raw = self.path.read_bytes()
-        except FileNotFoundError:
-            return HoldState.NONE, ""
-        except OSError as error:
-            return HoldState.UNREADABLE, one_line(str(error))
-        try:
-            record = json.loads(raw)
-            owner = record["owner"]
-        except (ValueError, KeyError, TypeError):
-            return HoldState.UNREADABLE, "it does not name an owner"
-        if not isinstance(owner, str) or not owner:
-            return HoldState.UNREADABLE, "it does not name an owner"
-        return HoldState.FOREIGN, owner
+        """Read the files: NONE, FOREIGN with the owner's tag, or UNREADABLE with why."""
+        return self._strangest(lambda _owner: False)
 
     def state_for_window(self, window_id: str) -> tuple[HoldState, str]:
-        """As `owner`, with OWN when it is this window's."""
-        state, owner = self.owner()
-        if state is HoldState.FOREIGN and owner == window_id:
-            return HoldState.OWN, owner
-        return state, owner
+        """As `owner`, with OWN when every HOLD there is is this window's."""
+        return self._strangest(lambda owner: owner == window_id)
 
     def state_for_campaign(self, campaign: Path) -> tuple[HoldState, str]:
-        """As `owner`, with OWN when the owner has a journal in the campaign."""
-        state, owner = self.owner()
-        if state is HoldState.FOREIGN and window_folder(campaign, owner) is not None:
-            return HoldState.OWN, owner
-        return state, owner
+        """As `owner`, with OWN when every owner has a journal in the campaign."""
+        return self._strangest(lambda owner: window_folder(campaign, owner) is not None)
 
-    def create(self, window_id: str, epoch: int, host: str) -> None:
-        """Write it, once.
+    def missing(self, window_id: str) -> list[HoldSite]:
+        """The sites at which this window's HOLD does not lie."""
+        return [site for site in self.sites if _owner_at(site) != (HoldState.FOREIGN, window_id)]
+
+    def create(self, window_id: str, epoch: int) -> None:
+        """Write it on every host, in order, all or nothing; where it is the window's it stays.
 
         Raises:
-            RefusedByWorld: a HOLD lies there already; its bytes are untouched.
+            RefusedByWorld: another HOLD lies there; its bytes are untouched.
+            TransportError: a host does not answer.
         """
-        record = {"owner": window_id, "epoch": epoch, "host": host, "utc": utc_now()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        created: list[HoldSite] = []
         try:
-            create_exclusive(self.path, dump_json(record) + "\n")
-        except FileExistsError as error:
-            raise RefusedByWorld(self.refusal()) from error
+            for site in self.sites:
+                if _owner_at(site) == (HoldState.FOREIGN, window_id):
+                    continue
+                record = {
+                    "owner": window_id,
+                    "epoch": epoch,
+                    "host": site.host.identity(),
+                    "utc": utc_now(),
+                }
+                # Before the act: a link that breaks during it may have let it happen.
+                created.append(site)
+                try:
+                    site.host.create(site.path, dump_json(record) + "\n", fence=site.fence)
+                except FileExistsError:
+                    raise RefusedByWorld(Hold((site,)).refusal()) from None
+        except Exception:
+            for site in reversed(created):
+                with contextlib.suppress(Dsv41Error, OSError):
+                    _close_at(site, window_id)
+            raise
 
     def refusal(self) -> str:
         """The line that refuses a window because of this HOLD."""
-        state, owner = self.owner()
-        if state is HoldState.FOREIGN:
-            return f"HOLD {self.path} belongs to {one_line(owner)}; it is not touched"
-        return f"HOLD {self.path} is {state.value}: {owner}; it is not touched"
+        for site in self.sites:
+            state, owner = _owner_at(site)
+            if state is HoldState.FOREIGN:
+                return f"HOLD {site} belongs to {one_line(owner)}; it is not touched"
+            if state is HoldState.UNREADABLE:
+                return f"HOLD {site} is unreadable: {owner}; it is not touched"
+        return f"HOLD {self} is gone again"
 
     def close(self, window_id: str) -> None:
-        """Remove the window's own HOLD; a missing one is fine.
+        """Remove the window's own HOLD from every host; a missing one is fine.
 
         Raises:
-            RefusedByWorld: it is not this window's; its bytes are untouched.
+            RefusedByWorld: one is not this window's; its bytes are untouched, the own ones go.
+            TransportError: a host does not answer; the own ones on the others go.
         """
-        state, _ = self.state_for_window(window_id)
-        if state is HoldState.NONE:
-            return
-        if state is not HoldState.OWN:
-            raise RefusedByWorld(self.refusal())
-        remove(self.path)
+        failed: list[Dsv41Error | OSError] = []
+        # In reverse: whoever creates in order meets the first host's HOLD until all are gone.
+        for site in reversed(self.sites):
+            try:
+                _close_at(site, window_id)
+            except (Dsv41Error, OSError) as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _strangest(self, own: _Own) -> tuple[HoldState, str]:
+        order = (HoldState.UNREADABLE, HoldState.FOREIGN, HoldState.OWN)
+        found: dict[HoldState, str] = {}
+        for site in self.sites:
+            state, owner = _owner_at(site)
+            if state is HoldState.FOREIGN and own(owner):
+                state = HoldState.OWN
+            found.setdefault(state, owner)
+        return next(((s, found[s]) for s in order if s in found), (HoldState.NONE, ""))
+
+
+def _owner_at(site: HoldSite) -> tuple[HoldState, str]:
+    """NONE, FOREIGN with its owner's tag, or UNREADABLE with why."""
+    try:
+        raw = site.host.read(site.path)
+    except (Dsv41Error, OSError) as error:
+        return HoldState.UNREADABLE, one_line(str(error))
+    if raw is None:
+        return HoldState.NONE, ""
+    try:
+        owner = json.loads(raw)["owner"]
+    except (ValueError, KeyError, TypeError):
+        owner = None
+    if not isinstance(owner, str) or not owner:
+        return HoldState.UNREADABLE, "it does not name an owner"
+    return HoldState.FOREIGN, owner
+
+
+def _close_at(site: HoldSite, window_id: str) -> None:
+    state, owner = _owner_at(site)
+    if state is HoldState.NONE:
+        return
+    if (state, owner) != (HoldState.FOREIGN, window_id):
+        raise RefusedByWorld(Hold((site,)).refusal())
+    site.host.remove(site.path, fence=site.fence)

@@ -54,9 +54,9 @@ class TargetRecord:
         return 2 * acts + limits.get("seam_s", 0.0) + 60.0
 
     def build(
-        self, folder: Path, pause: Callable[[float], None] = time.sleep
+        self, folder: Path, pause: Callable[[float], None] = time.sleep, epoch: int = 0
     ) -> tuple[Target, TargetContext]:
-        """Build the target for the window in `folder`.
+        """Build the target for the window in `folder`; without an epoch only to look at it.
 
         Raises:
             UsageError: its factory cannot be imported any more, or refuses its table.
@@ -78,6 +78,7 @@ class TargetRecord:
             variables=self.variables,
             log=CommandLog(folder / "cmd"),
             pause=pause,
+            epoch=epoch,
         )
         return load_factory(self.factory)(self.table, context), context
 

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 
 from ..errors import Dsv41Error, RefusedByWorld, UsageError
-from ..hosts import Probe
+from ..hosts import CommandLog, LocalHost, Probe
 from ..hosts.local import boottime
-from ..targets import Target
+from ..targets import HoldSite, Target
 from ..text import one_line
 from ..window.summary import Summary, read_summary, summary_path
 from .closing import close_window
@@ -50,7 +50,7 @@ def recover_window(
         intent = None
         with contextlib.suppress(UsageError):
             intent = read_intent(campaign)
-        target, _ = record.build(folder)
+        target, _ = record.build(folder, epoch=lease.epoch)
         journal = Journal(folder)
         if summary_path(folder).exists():
             before = read_summary(folder)
@@ -116,7 +116,7 @@ def _unfinished(campaign: Path, status: Status) -> Path | None:
 def _own_hold(target: Target, window_id: str) -> bool:
     if not target.holds:
         return False
-    state, _ = Hold(target.hold_path()).state_for_window(window_id)
+    state, _ = Hold(target.hold_sites()).state_for_window(window_id)
     return state is HoldState.OWN
 
 
@@ -128,7 +128,8 @@ class Status:
     facts: Facts
     observation: Observation
     intent: Intent | None
-    hold_path: Path | None
+    hold: str
+    """Where the HOLD lies or would lie; empty when nothing is held."""
     hold_state: HoldState
     hold_owner: str
     lease: str
@@ -173,7 +174,7 @@ class Status:
             "facts": facts,
             "lease": self.lease,
             "hold": {
-                "path": str(self.hold_path) if self.hold_path else None,
+                "path": self.hold or None,
                 "state": self.hold_state.value,
                 "owner": self.hold_owner,
             },
@@ -202,7 +203,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         True,
         False,
     )
-    hold_path: Path | None = None
+    hold = Hold(())
     hold_state, hold_owner = HoldState.NONE, ""
     if folder is not None:
         try:
@@ -213,13 +214,14 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
             ephemeral = target.ephemeral
             leftovers = bool(target.leftovers())
             if target.holds:
-                hold_path = target.hold_path()
+                hold = Hold(target.hold_sites())
         except Dsv41Error as error:
             production, detail, ephemeral = Probe.UNKNOWN, one_line(str(error)), False
     elif (campaign / "HOLD").exists():
-        hold_path = campaign / "HOLD"
-    if hold_path is not None:
-        hold_state, hold_owner = Hold(hold_path).state_for_campaign(campaign)
+        here = LocalHost(CommandLog(campaign / "cmd"))
+        hold = Hold((HoldSite(here, str(campaign / "HOLD")),))
+    if hold.sites:
+        hold_state, hold_owner = hold.state_for_campaign(campaign)
     keeper = _alive(intent.keeper_pid, intent.keeper_started) if intent else False
     overdue = bool(intent and keeper and boottime() > intent.deadline + _KEEPER_GRACE_S)
     facts = Facts(
@@ -244,7 +246,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         facts=facts,
         observation=observe(facts),
         intent=intent,
-        hold_path=hold_path,
+        hold=str(hold) if hold.sites else "",
         hold_state=hold_state,
         hold_owner=one_line(hold_owner),
         lease=str(held) if held else "free",

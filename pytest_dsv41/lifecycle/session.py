@@ -151,8 +151,8 @@ class WindowRun:
 
     @property
     def hold(self) -> Hold:
-        """The HOLD file of the target."""
-        return Hold(self.target.hold_path())
+        """The HOLD over the target's hosts."""
+        return Hold(self.target.hold_sites())
 
     @property
     def production_is_back(self) -> bool:
@@ -199,9 +199,9 @@ class WindowRun:
 
     def _build(self) -> None:
         """Build the target with what it chooses once a window."""
-        target, _ = self._record.build(self.folder, self.pause)
+        target, _ = self._record.build(self.folder, self.pause, self.lease.epoch)
         self._record = dataclasses.replace(self._record, state=target.prepare())
-        self._target, _ = self._record.build(self.folder, self.pause)
+        self._target, _ = self._record.build(self.folder, self.pause, self.lease.epoch)
         self._record = dataclasses.replace(
             self._record, commit=self._target.commit(), factory=name_factory(self._factory)
         )
@@ -271,7 +271,7 @@ class WindowRun:
         self._show(phase="HOLD")
         host = LocalHost(CommandLog(self.folder / "cmd")).identity()
         with journal.step("hold"):
-            self.hold.create(self.plan.window_id, self.lease.epoch, host)
+            self.hold.create(self.plan.window_id, self.lease.epoch)
         self.pause(0)
         self._show(phase="capture")
         with journal.step("capture") as detail:
@@ -309,7 +309,7 @@ class WindowRun:
         if self._target is None or not self._target.holds:
             return
         state, owner = self.hold.state_for_window(self.plan.window_id)
-        if state is not HoldState.OWN:
+        if state is not HoldState.OWN or self.hold.missing(self.plan.window_id):
             raise WindowStopped(f"the HOLD is no longer this window's ({state.value} {owner})")
 
     def _quiet(self, step: str) -> None:

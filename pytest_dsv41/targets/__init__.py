@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import (
     Arm,
     ClockCap,
+    HoldSite,
     ProbeResult,
     Started,
     Target,
@@ -22,6 +23,7 @@ __all__ = [
     "TARGETS",
     "Arm",
     "ClockCap",
+    "HoldSite",
     "ProbeResult",
     "Started",
     "Target",

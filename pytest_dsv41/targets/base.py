@@ -16,12 +16,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..engines import Engine, get_engine
 from ..errors import SpecError, UsageError
-from ..hosts import CommandLog, Probe
+from ..hosts import CommandLog, Fence, Host, Placeholder, Probe
 from ..measure import Endpoint
 
 __all__ = [
     "Arm",
     "ClockCap",
+    "HoldSite",
     "ProbeResult",
     "Started",
     "Target",
@@ -52,6 +53,19 @@ class ProbeResult:
 
     state: Probe
     detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class HoldSite:
+    """Where a HOLD lies: one file on one host, on a local disk of that host."""
+
+    host: Host
+    path: str
+    fence: Fence | None = None
+    """What every change of the file carries; None where nobody could be overtaken."""
+
+    def __str__(self) -> str:
+        return f"{self.host.name}:{self.path}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +105,12 @@ class TargetContext:
     log: CommandLog
     pause: Callable[[float], None]
     """Sleeps for so many seconds; raises WindowStopped when the window is asked to stop."""
+    epoch: int = 0
+    """The lease's epoch: every act on a host carries it. 0: the target is only looked at."""
+
+    def hold_site(self, host: Host, path: str) -> HoldSite:
+        """The HOLD at `path` on `host`, changed only while this window's epoch is the newest."""
+        return HoldSite(host, path, Fence.beside(path, self.epoch, str(self.campaign)))
 
 
 @runtime_checkable
@@ -101,6 +121,8 @@ class Target(Protocol):
     """Whether production is taken down under a HOLD; False when arms are servers that run."""
     ephemeral: bool
     """Whether nothing is served by default: the window starts production and ends it."""
+    chains: bool
+    """Whether production may stay down from one window to the next, in a chain."""
 
     def check(self, arms: Sequence[Arm]) -> None:
         """Look at the arms as they are written, before anything is touched.
@@ -115,8 +137,38 @@ class Target(Protocol):
     def describe(self) -> dict[str, Any]:
         """The resolved production definition as JSON; no secrets."""
 
-    def hold_path(self) -> Path:
-        """The HOLD file; one a host."""
+    def hosts(self) -> tuple[Host, ...]:
+        """The machines, in the one order in which they are always worked on; () without any."""
+
+    def identities(self) -> dict[str, str]:
+        """Each host's name to its identity; a changed one is a stopped window.
+
+        Raises:
+            TransportError: a host does not answer.
+        """
+
+    def hold_sites(self) -> tuple[HoldSite, ...]:
+        """One HOLD file a host, in the order in which they are created, all or none."""
+
+    def placeholders_up(self, owner: str) -> None:
+        """Start the chain's placeholder wherever one is needed; idempotent.
+
+        A placeholder keeps others off a host while production is down between two windows and no
+        HOLD lies there. It outlives the window and every scope of it.
+
+        Raises:
+            TransportError: not every one is UP; what is there stays and is the owner's.
+            RefusedByWorld: a placeholder of another owner is there; it is not touched.
+        """
+
+    def placeholders(self, owner: str) -> dict[str, Placeholder]:
+        """Each host that needs a placeholder to what is seen there. Reads only, never raises."""
+
+    def placeholders_down(self, owner: str) -> list[str]:
+        """End this owner's placeholders; idempotent. What is left: `host: why`, one each.
+
+        A foreign one is left alone, and named; so is a host that does not answer.
+        """
 
     def probe(self) -> ProbeResult:
         """Whether production serves. Reads only."""

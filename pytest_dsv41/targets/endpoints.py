@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -12,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..durable import dump_json
 from ..errors import SpecError, StartFailed
-from ..hosts import Probe
+from ..hosts import Host, Placeholder, Probe
 from ..measure import Endpoint
-from .base import Arm, ClockCap, ProbeResult, Started, TargetContext, known_engine
+from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
 
 __all__ = ["EndpointsTarget", "endpoints_target"]
 
@@ -46,6 +45,7 @@ class EndpointsTarget:
 
     holds = False
     ephemeral = True
+    chains = False
 
     def __init__(self, table: _Table, context: TargetContext) -> None:
         self._table = table
@@ -71,9 +71,28 @@ class EndpointsTarget:
         """Engine and model."""
         return {"kind": "endpoints", "engine": self._table.engine, "model": self._table.model}
 
-    def hold_path(self) -> Path:
-        """Never written: no production is touched."""
-        return self._context.campaign / "HOLD"
+    def hosts(self) -> tuple[Host, ...]:
+        """The machines are not known."""
+        return ()
+
+    def identities(self) -> dict[str, str]:
+        """The machines are not known."""
+        return {}
+
+    def hold_sites(self) -> tuple[HoldSite, ...]:
+        """No production is touched."""
+        return ()
+
+    def placeholders_up(self, owner: str) -> None:
+        """There is no chain."""
+
+    def placeholders(self, owner: str) -> dict[str, Placeholder]:  # noqa: ARG002
+        """There is no chain."""
+        return {}
+
+    def placeholders_down(self, owner: str) -> list[str]:  # noqa: ARG002
+        """There is no chain."""
+        return []
 
     def probe(self) -> ProbeResult:
         """There is no production to look at."""

@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..durable import dump_json
 from ..errors import CommandFailed, RefusedByWorld, SpecError, StartFailed
-from ..hosts import LocalHost, Probe, Process
+from ..hosts import Host, LocalHost, Placeholder, Probe, Process
 from ..hosts.local import boottime
 from ..measure import Endpoint
 from ..text import one_line
-from .base import Arm, ClockCap, ProbeResult, Started, TargetContext, known_engine
+from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
 
 __all__ = ["LocalTarget", "local_target"]
 
@@ -80,6 +80,8 @@ class LocalTarget:
         self._host = LocalHost(context.log, context.pause)
         self._engine = known_engine(table.engine)
         self.ephemeral = table.production.serve == "window"
+        # What one window has started, it ends: an ephemeral production cannot outlive it.
+        self.chains = not self.ephemeral
         if not (table.production.command or table.command):
             raise SpecError("target.production.command: missing, and target.command is too")
         if not table.production.port and not self.ephemeral:
@@ -118,16 +120,37 @@ class LocalTarget:
             "port": production.port,
         }
 
-    def hold_path(self) -> Path:
+    def hosts(self) -> tuple[Host, ...]:
+        """This machine."""
+        return (self._host,)
+
+    def identities(self) -> dict[str, str]:
+        """This machine's boot."""
+        return {self._host.name: self._host.identity()}
+
+    def hold_sites(self) -> tuple[HoldSite, ...]:
         """The HOLD file: `target.hold`, or one that every campaign of this machine sees.
 
         Only an ephemeral production, which is the window's own, has it in the campaign's folder.
         """
         if self._table.hold:
-            return self._context.base / self._table.hold
-        if self.ephemeral:
-            return self._context.campaign / "HOLD"
-        return Path(f"/var/tmp/dsv41-HOLD-{self._production_port}")  # noqa: S108 - never followed
+            path = self._context.base / self._table.hold
+        elif self.ephemeral:
+            path = self._context.campaign / "HOLD"
+        else:
+            path = Path(f"/var/tmp/dsv41-HOLD-{self._production_port}")  # noqa: S108 - never followed
+        return (self._context.hold_site(self._host, str(path)),)
+
+    def placeholders_up(self, owner: str) -> None:
+        """None is needed: a placeholder keeps the queues of shared hosts away, not local users."""
+
+    def placeholders(self, owner: str) -> dict[str, Placeholder]:  # noqa: ARG002
+        """None is needed on one machine."""
+        return {}
+
+    def placeholders_down(self, owner: str) -> list[str]:  # noqa: ARG002
+        """None was started."""
+        return []
 
     def commit(self) -> str:
         """`target.commit`, or the sha1 of the production definition (it has no repository)."""

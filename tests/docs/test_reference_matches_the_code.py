@@ -137,7 +137,7 @@ def test_every_key_of_the_targets() -> None:
 def test_every_placeholder(tmp_path: Path) -> None:
     context: Any = SimpleNamespace(
         base=tmp_path, campaign=tmp_path, folder=tmp_path, window_id="W", seed=1, limits={},
-        state={}, variables={}, log=None, pause=None,
+        state={}, variables={}, log=None, pause=None, epoch=0,
     )  # fmt: skip
     assert set(TargetContext.__dataclass_fields__) == set(vars(context))
     table = {"command": ["serve", "{nonsense}"], "production": {"serve": "window"}}

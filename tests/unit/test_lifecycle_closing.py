@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hold_sites import sites_of
 from window_values import plan_of, values_of
 
 from pytest_dsv41.archive import archive_head, archive_spreads
@@ -20,7 +21,7 @@ from pytest_dsv41.lifecycle.intent import Intent, read_intent, write_intent
 from pytest_dsv41.lifecycle.journal import Journal
 from pytest_dsv41.lifecycle.lease import Lease
 from pytest_dsv41.lifecycle.record import TargetRecord
-from pytest_dsv41.targets import ProbeResult, Target
+from pytest_dsv41.targets import HoldSite, ProbeResult, Target
 
 WINDOW = "L-w-W-20261101T000000Z"
 
@@ -37,8 +38,8 @@ class Machines:
         self._stuck = stuck
         self.started = False
 
-    def hold_path(self) -> Path:
-        return self._hold
+    def hold_sites(self) -> tuple[HoldSite, ...]:
+        return sites_of(self._hold)
 
     def stop_all(self) -> None:
         if self._stuck:
@@ -76,7 +77,7 @@ def closed_by(campaign: Path, machines: Machines) -> CloseResult:
 
 def went_down(campaign: Path, *, intent: bool) -> None:
     """The facts of a window that has stopped production."""
-    Hold(campaign / "HOLD").create(WINDOW, 1, "host")
+    Hold(sites_of(campaign / "HOLD")).create(WINDOW, 1)
     journal = Journal(campaign)
     for step in ("hold", "intent", "production-stop"):
         with journal.step(step):
@@ -99,13 +100,13 @@ def test_an_experiment_that_does_not_stop_leaves_production_down_and_says_so(
     assert closed.restore["status"] == "FAILED"
     assert "the host does not answer" in closed.restore["reason"]
     assert closed.production_down is not up
-    assert Hold(tmp_path / "HOLD").state_for_window(WINDOW)[1] == WINDOW
+    assert Hold(sites_of(tmp_path / "HOLD")).state_for_window(WINDOW)[1] == WINDOW
     assert read_intent(tmp_path) is not None
 
 
 def test_a_second_close_tells_what_the_first_one_proved(tmp_path: Path) -> None:
     went_down(tmp_path, intent=False)
-    Hold(tmp_path / "HOLD").close(WINDOW)
+    Hold(sites_of(tmp_path / "HOLD")).close(WINDOW)
     journal = Journal(tmp_path)
     with journal.step("restore-check") as detail:
         detail.update(passed=True, identical=6, asked=6, reason="")

@@ -9,15 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from hold_sites import sites_of
 
 from pytest_dsv41.durable import write_atomic
-from pytest_dsv41.errors import RefusedByWorld, UsageError
+from pytest_dsv41.errors import RefusedByWorld, TransportError, UsageError
+from pytest_dsv41.hosts import CommandLog, Fence, LocalHost
 from pytest_dsv41.hosts.local import boottime
 from pytest_dsv41.lifecycle.hold import Hold, HoldState
 from pytest_dsv41.lifecycle.intent import Intent, clear_intent, read_intent, write_intent
 from pytest_dsv41.lifecycle.journal import Journal
 from pytest_dsv41.lifecycle.lease import Lease
 from pytest_dsv41.lifecycle.record import register_window, window_folder, windows
+from pytest_dsv41.targets import HoldSite
 
 
 def intent(**changes: object) -> Intent:
@@ -34,6 +37,18 @@ def intent(**changes: object) -> Intent:
         "keeper_started": 1.0,
     }
     return Intent(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Silent(LocalHost):
+    """A host that does not answer."""
+
+    name = "silent"
+
+    def read(self, path: str) -> bytes | None:
+        raise TransportError(f"{self.name}: no answer")
+
+    def create(self, path: str, data: bytes | str, *, fence: Fence | None = None) -> None:
+        raise TransportError(f"{self.name}: no answer")
 
 
 def test_the_lease_has_one_owner_and_its_epoch_only_grows(tmp_path: Path) -> None:
@@ -87,34 +102,75 @@ def test_a_lease_taken_over_lets_the_old_owner_do_nothing(tmp_path: Path) -> Non
 
 
 def test_a_hold_is_created_once_and_removed_only_by_its_owner(tmp_path: Path) -> None:
-    hold = Hold(tmp_path / "deep" / "HOLD")
-    hold.create("chain-1", 1, "host")
-    with pytest.raises(RefusedByWorld, match="belongs to chain-1"):
-        hold.create("chain-10", 2, "host")
-    before = hold.path.read_bytes()
-    with pytest.raises(RefusedByWorld, match="belongs to chain-1"):
+    path = tmp_path / "deep" / "HOLD"
+    hold = Hold(sites_of(path))
+    hold.create("chain-1", 1)
+    before = path.read_bytes()
+    with pytest.raises(RefusedByWorld, match="belongs to chain-1;"):
+        hold.create("chain-10", 2)
+    with pytest.raises(RefusedByWorld, match="belongs to chain-1;"):
         hold.close("chain-10")
-    assert hold.path.read_bytes() == before
+    hold.create("chain-1", 1)
+    assert path.read_bytes() == before
     hold.close("chain-1")
     hold.close("chain-1")
     assert hold.owner() == (HoldState.NONE, "")
 
 
+def test_a_hold_over_two_hosts_is_all_or_nothing(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "HOLD", tmp_path / "b" / "HOLD"
+    hold = Hold(sites_of(first, second))
+    Hold(sites_of(second)).create("other", 7)
+    foreign = second.read_bytes()
+    with pytest.raises(RefusedByWorld, match="b/HOLD belongs to other"):
+        hold.create("mine", 1)
+    assert not first.exists()
+    assert second.read_bytes() == foreign
+    assert hold.state_for_window("mine") == (HoldState.FOREIGN, "other")
+    second.unlink()
+    hold.create("mine", 1)
+    assert [json.loads(p.read_bytes())["owner"] for p in (first, second)] == ["mine", "mine"]
+    assert hold.missing("mine") == []
+    # A person took one away: what is left is still ours, and what is missing is known.
+    second.unlink()
+    assert hold.state_for_window("mine") == (HoldState.OWN, "mine")
+    assert [site.path for site in hold.missing("mine")] == [str(second)]
+    hold.create("mine", 1)
+    hold.close("mine")
+    assert not first.exists()
+    assert not second.exists()
+
+
+def test_a_hold_is_undone_where_the_next_host_does_not_answer(tmp_path: Path) -> None:
+    first = tmp_path / "HOLD"
+    silent = HoldSite(Silent(CommandLog(tmp_path / "cmd")), "/HOLD")
+    hold = Hold((*sites_of(first), silent))
+    with pytest.raises(TransportError, match="silent: no answer"):
+        hold.create("mine", 1)
+    assert not first.exists()
+    assert hold.state_for_window("mine") == (HoldState.UNREADABLE, "silent: no answer")
+    Hold(sites_of(first)).create("mine", 1)
+    with pytest.raises(RefusedByWorld, match="silent:/HOLD is unreadable: silent: no answer"):
+        hold.close("mine")
+    assert not first.exists()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"owner": 1}', '{"owner": ""}', "\xff"])
 def test_an_unreadable_hold_is_never_ours_and_never_touched(content: str, tmp_path: Path) -> None:
-    hold = Hold(tmp_path / "HOLD")
-    hold.path.write_bytes(content.encode("latin-1"))
+    path = tmp_path / "HOLD"
+    hold = Hold(sites_of(path))
+    path.write_bytes(content.encode("latin-1"))
     assert hold.state_for_window("w")[0] is HoldState.UNREADABLE
     with pytest.raises(RefusedByWorld):
         hold.close("w")
-    assert hold.path.read_bytes() == content.encode("latin-1")
+    assert path.read_bytes() == content.encode("latin-1")
 
 
 def test_a_hold_is_the_campaigns_only_when_its_owner_has_a_journal_there(tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere" / "L-w-W-1"
     folder.mkdir(parents=True)
-    hold = Hold(tmp_path / "HOLD")
-    hold.create("L-w-W-1", 1, "host")
+    hold = Hold(sites_of(tmp_path / "HOLD"))
+    hold.create("L-w-W-1", 1)
     assert hold.state_for_campaign(tmp_path)[0] is HoldState.FOREIGN
     register_window(tmp_path, "L-w-W-1", folder)
     assert window_folder(tmp_path, "L-w-W-1") is None

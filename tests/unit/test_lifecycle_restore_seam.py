@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hold_sites import sites_of
 
 from pytest_dsv41.hosts import Probe
 from pytest_dsv41.lifecycle import closing, seam
@@ -20,7 +21,7 @@ from pytest_dsv41.lifecycle.lease import Lease
 from pytest_dsv41.lifecycle.production import Check
 from pytest_dsv41.lifecycle.record import TargetRecord
 from pytest_dsv41.lifecycle.seam import Seam
-from pytest_dsv41.targets import ProbeResult, Target
+from pytest_dsv41.targets import HoldSite, ProbeResult, Target
 
 WINDOW = "L-w-W-20261101T000000Z"
 AFTER = ["restore-check", "restore-seam", "hold-close", "watch", "intent-clear"]
@@ -35,8 +36,8 @@ class Serving:
     def __init__(self, campaign: Path) -> None:
         self._hold = campaign / "HOLD"
 
-    def hold_path(self) -> Path:
-        return self._hold
+    def hold_sites(self) -> tuple[HoldSite, ...]:
+        return sites_of(self._hold)
 
     def stop_all(self) -> None: ...
 
@@ -60,7 +61,7 @@ def _identical(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gone_down(campaign: Path) -> None:
-    Hold(campaign / "HOLD").create(WINDOW, 1, "host")
+    Hold(sites_of(campaign / "HOLD")).create(WINDOW, 1)
     journal = Journal(campaign)
     for step in ("hold", "intent", "production-stop"):
         with journal.step(step):
@@ -104,7 +105,7 @@ def assert_given_back(campaign: Path, closed: CloseResult) -> None:
     assert closed.restore["status"] == "RESTORED"
     assert closed.watch is not None
     assert closed.watch["status"] == "PASS"
-    assert Hold(campaign / "HOLD").owner()[0] is HoldState.NONE
+    assert Hold(sites_of(campaign / "HOLD")).owner()[0] is HoldState.NONE
     assert read_intent(campaign) is None
 
 
@@ -121,7 +122,7 @@ def test_the_work_runs_under_the_hold_after_the_check_and_before_the_close(tmp_p
     seen: list[Any] = []
 
     def work(_stop: threading.Event) -> dict[str, Any]:
-        seen.append(Hold(tmp_path / "HOLD").state_for_window(WINDOW)[0])
+        seen.append(Hold(sites_of(tmp_path / "HOLD")).state_for_window(WINDOW)[0])
         seen.append(ends(tmp_path))
         return {"cells": 4}
 
