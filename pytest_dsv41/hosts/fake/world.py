@@ -1,0 +1,345 @@
+"""A world of simulated hosts that several real processes can share, with faults by name.
+
+The whole state lies in files under one lock, so a window, its keeper, a watchdog and two gates see
+the same machines, each from its own process. Nothing waits: time is the world's own and moves by
+the seeded latency of every act, and by `advance`. The same seed and the same acts give the same
+trace (SAFETY I12).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from ...durable import FileLock
+from ...errors import UsageError
+from .machine import Machine
+from .programs import BUILT_IN, Program, load_program
+
+__all__ = ["FAULTS", "CallerKilled", "FakeWorld"]
+
+FAULTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "partition": "the link is cut until `heal`; the machine lives on",
+        "reboot": "the machine restarts: nothing runs any more, its files stay",
+        "power-loss": "the machine is off until `boot`; what was not synced is gone",
+        "full-disk": "every write is refused until `heal`; what exists stays readable",
+        "enospc": "this one write finds no space",
+        "hang": "this one command never answers",
+        "kill": "the calling process is killed",
+        "clock-forward": "the wall clock jumps an hour ahead",
+        "clock-back": "the wall clock jumps an hour back",
+    }
+)
+"""Faults by name. Each can be injected now, or armed at a named act, before it or after it."""
+
+_JUMP_S: Final = 3600.0
+_STATE: Final = "world.json"
+_EVENTS: Final = "events.jsonl"
+
+
+class CallerKilled(BaseException):
+    """Stands for SIGKILL of the calling process in tests that crash in one process."""
+
+
+@dataclasses.dataclass
+class Armed:
+    """A fault that waits for an act: the `left`-th one called `at`, on `host` or on any."""
+
+    fault: str
+    at: str
+    host: str
+    after: bool
+    left: int
+
+
+@dataclasses.dataclass
+class State:
+    """Everything a world knows, as it is stored."""
+
+    seed: int
+    kills: str
+    servers: str
+    programs: dict[str, str]
+    machines: dict[str, Machine]
+    now: float = 0.0
+    acts: int = 0
+    armed: list[Armed] = dataclasses.field(default_factory=list)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; what was due happens."""
+        self.now += seconds
+        for machine in self.machines.values():
+            machine.now = self.now
+            machine.settle()
+
+    def draw(self) -> random.Random:
+        """The random numbers of this act: the same for the same seed and the same act."""
+        return random.Random(f"{self.seed}/{self.acts}")  # noqa: S311 - a simulation
+
+    def due(self, at: str, host: str, *, after: bool) -> list[str]:
+        """The faults that strike this act now; each strikes once."""
+        struck = []
+        for armed in list(self.armed):
+            if armed.at != at or armed.host not in ("", host) or armed.after != after:
+                continue
+            armed.left -= 1
+            if armed.left == 0:
+                self.armed.remove(armed)
+                struck.append(armed.fault)
+        return struck
+
+    def strike(self, fault: str, machine: Machine) -> None:
+        """Change the machine as the fault says; those of a single act are the act's."""
+        if fault == "partition":
+            machine.linked = False
+            machine.freeze_real(True)
+        elif fault == "reboot":
+            machine.shut_down()
+            machine.boot()
+        elif fault == "power-loss":
+            machine.shut_down(power_loss=True)
+        elif fault == "full-disk":
+            machine.full = True
+        elif fault == "clock-forward":
+            machine.clock_offset += _JUMP_S
+        elif fault == "clock-back":
+            machine.clock_offset -= _JUMP_S
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as JSON."""
+        record = dict(self.__dict__)
+        record["machines"] = [machine.to_json() for machine in self.machines.values()]
+        record["armed"] = [dict(armed.__dict__) for armed in self.armed]
+        return record
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> State:
+        """What `to_json` wrote."""
+        machines = [Machine.from_json(machine) for machine in record["machines"]]
+        return cls(
+            **{
+                **record,
+                "machines": {machine.name: machine for machine in machines},
+                "armed": [Armed(**armed) for armed in record["armed"]],
+            }
+        )
+
+
+class FakeWorld:
+    """Simulated hosts whose state lies in `folder`. Make one with `create`, open it by its folder.
+
+    It is meant for users too: give a target a `FakeHost(world, name, log)` for each of its hosts
+    and break what you like (docs/hosts.md).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = FileLock(folder / "lock")
+        self._seen: tuple[int, int] | None = None
+        self._state: State | None = None
+        self._programs: dict[str, Program] | None = None
+        if not (folder / _STATE).is_file():
+            raise UsageError(f"{folder}: no world lies there; FakeWorld.create makes one")
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path,
+        hosts: Sequence[str] = ("alpha", "beta"),
+        *,
+        seed: int = 0,
+        servers: str = "simulated",
+        kills: str = "raise",
+        programs: Mapping[str, str] = MappingProxyType({}),
+    ) -> FakeWorld:
+        """Make a world with these hosts, all up and empty.
+
+        `servers`: "simulated" (a port that listens, in the simulation alone) or "real" (the
+        embedded stub server runs on a loopback address of its own for each host and lives as long
+        as its simulated process). `kills`: what the fault `kill` does, "raise" CallerKilled or
+        "signal" SIGKILL. `programs`: further programs by name, or scripts by their text, as
+        `module:function`.
+
+        Raises:
+            UsageError: an argument is not valid, or a world lies there already.
+        """
+        for what, value, valid in (
+            ("servers", servers, ("simulated", "real")),
+            ("kills", kills, ("raise", "signal")),
+        ):
+            if value not in valid:
+                raise UsageError(f"{what}: {value!r}; valid: {', '.join(valid)}")
+        for name in programs.values():
+            load_program(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / _STATE).exists():
+            raise UsageError(f"{folder}: a world lies there already")
+        machines = {
+            name: Machine(name, f"127.77.{seed % 251}.{number}")
+            for number, name in enumerate(hosts, start=2)
+        }
+        state = State(seed, kills, servers, dict(programs), machines)
+        (folder / _STATE).write_text(json.dumps(state.to_json()), encoding="utf-8")
+        return cls(folder)
+
+    # -- faults and time -----------------------------------------------------------------------
+
+    def inject(self, fault: str, host: str = "") -> None:
+        """Let a fault strike now, on one host or on all.
+
+        Raises:
+            UsageError: no fault or host has that name.
+            CallerKilled: the fault is `kill`, and kills are raised.
+        """
+        _known(fault)
+        if fault == "kill":
+            self.kill_caller()
+        with self.transaction() as state:
+            for machine in self._chosen(state, host):
+                state.strike(fault, machine)
+
+    def arm(
+        self, fault: str, at: str, *, host: str = "", after: bool = False, count: int = 1
+    ) -> None:
+        """Let a fault strike at the `count`-th act called `at`, before it or after it.
+
+        An act is called by the name its command is logged with, or `create`, `write`, `remove`
+        and `read` with the path: "create /var/lib/HOLD". After the act its answer is lost where
+        the fault takes the link, the machine or the caller.
+
+        Raises:
+            UsageError: no fault or host has that name.
+        """
+        _known(fault)
+        with self.transaction() as state:
+            if host:
+                self._chosen(state, host)
+            state.armed.append(Armed(fault, at, host, after, count))
+
+    def heal(self, host: str = "") -> None:
+        """Join cut links again, free the disks, boot what is off, forget armed faults."""
+        with self.transaction() as state:
+            for machine in self._chosen(state, host):
+                machine.linked = True
+                machine.full = False
+                machine.freeze_real(False)
+                if not machine.up:
+                    machine.boot()
+            state.armed = [armed for armed in state.armed if host and armed.host != host]
+
+    def boot(self, host: str) -> None:
+        """Switch a machine on again."""
+        with self.transaction() as state:
+            for machine in self._chosen(state, host):
+                if not machine.up:
+                    machine.boot()
+
+    def advance(self, seconds: float) -> None:
+        """Let the world's time pass."""
+        with self.transaction() as state:
+            state.advance(seconds)
+
+    def step_clock(self, host: str, seconds: float) -> None:
+        """Step a machine's wall clock; its time since boot goes on evenly."""
+        with self.transaction() as state:
+            for machine in self._chosen(state, host):
+                machine.clock_offset += seconds
+
+    def kill_caller(self) -> None:
+        """Kill the calling process, or raise CallerKilled in its place."""
+        if self._read().kills == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise CallerKilled
+
+    def shutdown(self) -> None:
+        """End every real server of the world; the files stay to be looked at."""
+        with self.transaction() as state:
+            for machine in state.machines.values():
+                for pid in list(machine.processes):
+                    machine.kill(pid)
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def names(self) -> tuple[str, ...]:
+        """The hosts of the world."""
+        return tuple(self._read().machines)
+
+    def machine(self, host: str) -> Machine:
+        """A copy of a machine's state, to look at; changing it changes nothing."""
+        with self._locked():
+            return self._chosen(State.from_json(json.loads(self._raw())), host)[0]
+
+    def events(self) -> list[dict[str, Any]]:
+        """The trace: every act on every host in its order, with what it answered."""
+        path = self.folder / _EVENTS
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+    # -- inside: used by FakeHost --------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[State]:
+        """Read, change and store the state under the world's lock, whatever the body raises."""
+        with self._locked():
+            state = self._read()
+            try:
+                yield state
+            finally:
+                self._store(state)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            yield
+
+    def programs(self, state: State) -> dict[str, Program]:
+        """The built-in programs and the world's own."""
+        if self._programs is None:
+            own = {name: load_program(where) for name, where in state.programs.items()}
+            self._programs = {**BUILT_IN, **own}
+        return self._programs
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Append one event to the trace."""
+        with (self.folder / _EVENTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event, sort_keys=True) + "\n")
+
+    def _raw(self) -> str:
+        return (self.folder / _STATE).read_text(encoding="utf-8")
+
+    def _read(self) -> State:
+        stat = (self.folder / _STATE).stat()
+        if self._state is None or self._seen != (stat.st_ino, stat.st_mtime_ns):
+            self._state = State.from_json(json.loads(self._raw()))
+            self._seen = (stat.st_ino, stat.st_mtime_ns)
+        return self._state
+
+    def _store(self, state: State) -> None:
+        temp = self.folder / f".{_STATE}.tmp"
+        temp.write_text(json.dumps(state.to_json()), encoding="utf-8")
+        stat = temp.stat()
+        temp.rename(self.folder / _STATE)
+        self._state, self._seen = state, (stat.st_ino, stat.st_mtime_ns)
+
+    @staticmethod
+    def _chosen(state: State, host: str) -> list[Machine]:
+        if not host:
+            return list(state.machines.values())
+        if host not in state.machines:
+            raise UsageError(f"host {host!r}; valid: {', '.join(state.machines)}")
+        return [state.machines[host]]
+
+
+def _known(fault: str) -> None:
+    if fault not in FAULTS:
+        raise UsageError(f"fault {fault!r}; valid: {', '.join(FAULTS)}")
