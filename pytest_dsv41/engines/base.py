@@ -13,14 +13,15 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import httpx
 
 from pytest_dsv41.engines.counters import read_samples, refuse_resets
-from pytest_dsv41.errors import MeasurementRefused, UsageError
+from pytest_dsv41.engines.next_token import NextToken, read_object, read_prefixed
+from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.text import one_line
 
 __all__ = [
@@ -169,6 +170,10 @@ class Engine(ABC):
     """Counters that are also kept apart by a label: sample to label."""
     counters_hint: ClassVar[str] = ""
     """What to do about a server without counters."""
+    version_path: ClassVar[str] = "/version"
+    version_field: ClassVar[str] = "version"
+    next_path: ClassVar[str] = "/v1/completions"
+    """Where a prompt of token ids is answered with log-probabilities by token id."""
 
     @contextlib.contextmanager
     def _client(
@@ -322,6 +327,121 @@ class Engine(ABC):
     @abstractmethod
     def _tokenize_body(self, model: str, text: str) -> dict[str, Any]: ...
 
+    def version(self, url: str, timeout: float = 5.0, client: httpx.Client | None = None) -> str:
+        """Return what the server calls its version; empty where it does not tell."""
+        try:
+            answer = self._get(url, self.version_path, timeout, client, kind="version")
+            told = answer.json()[self.version_field] if answer.status_code == 200 else ""
+        except (MeasurementRefused, ValueError, KeyError, TypeError):
+            return ""
+        return one_line(str(told), 100)
+
+    def next_token(
+        self,
+        url: str,
+        model: str,
+        ids: Sequence[int],
+        top_n: int,
+        *,
+        cache: str,
+        salt: str | None,
+        timeout: float = 600.0,
+        client: httpx.Client | None = None,
+    ) -> NextToken:
+        """Return the `top_n` (or some more) likeliest tokens after the prompt `ids`.
+
+        The distribution is the model's own, before any sampling setting. `cache` and `salt` as in
+        `dress`.
+
+        Raises:
+            MeasurementFailed: kinds `connection`, `status`.
+            MeasurementRefused: kinds `bad-answer`, `duplicate-id`, `no-logprobs`, `fewer`,
+                `other-prompt`.
+        """
+        body = self.dress(self._next_body(model, ids, top_n), cache=cache, salt=salt)
+        where = f"{base_url(url)}{self.next_path}"
+        answer = self._post(url, self.next_path, body, timeout, client)
+        found = self._next_read(
+            read_object(answer.content, where),
+            ids,
+            where,
+            lambda: self._text_of(url, ids, timeout, client),
+        )
+        if found.in_band.prompt_tokens not in (None, len(ids)):
+            raise MeasurementRefused(
+                "other-prompt",
+                f"{where}: the answer is to a prompt of {found.in_band.prompt_tokens} tokens, "
+                f"{len(ids)} were sent",
+            )
+        if len(found.top) < top_n:
+            raise MeasurementRefused(
+                "fewer", f"{where}: {len(found.top)} tokens with a log-probability, {top_n} asked"
+            )
+        return found
+
+    def _post(
+        self, url: str, path: str, body: object, timeout: float, client: httpx.Client | None
+    ) -> httpx.Response:
+        where = f"{base_url(url)}{path}"
+        try:
+            with self._client(client, url, timeout) as http:
+                answer = http.post(where, json=body, timeout=timeout)
+        except httpx.HTTPError as error:
+            why = one_line(str(error) or type(error).__name__, 120)
+            raise MeasurementFailed("connection", f"{where} did not answer: {why}") from None
+        if answer.status_code != 200:
+            said = one_line(answer.text, 200)
+            raise MeasurementFailed("status", f"{where} answered {answer.status_code}: {said}")
+        return answer
+
+    def _next_body(self, model: str, ids: Sequence[int], top_n: int) -> dict[str, Any]:
+        # Temperature 1 and nothing else: a server that lists what is left after its sampling
+        # settings then lists the model's own distribution too.
+        return {
+            "model": model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "logprobs": top_n,
+            "return_tokens_as_token_ids": True,
+            "return_token_ids": True,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": 0,
+        }
+
+    def _next_read(
+        self,
+        data: Mapping[str, Any],
+        ids: Sequence[int],
+        where: str,
+        text_of_prompt: Callable[[], str],  # noqa: ARG002
+    ) -> NextToken:
+        try:
+            (choice,) = data["choices"]
+            tops = choice["logprobs"]["top_logprobs"]
+            (top,) = tops
+        except (KeyError, TypeError, ValueError):
+            raise MeasurementRefused(
+                "no-logprobs", f"{where}: the answer has no log-probabilities of one token"
+            ) from None
+        echo = choice.get("prompt_token_ids")
+        if echo is not None and echo != list(ids):
+            raise MeasurementRefused("other-prompt", f"{where}: the answer is to another prompt")
+        usage = data.get("usage")
+        return NextToken(read_prefixed(top, where), read_usage(usage, where), echo is not None)
+
+    def _text_of(
+        self, url: str, ids: Sequence[int], timeout: float, client: httpx.Client | None
+    ) -> str:
+        answer = self._post(url, "/detokenize", {"tokens": list(ids)}, timeout, client)
+        data = read_object(answer.content, f"{base_url(url)}/detokenize")
+        return str(data.get("prompt", data.get("content", "")))
+
 
 def _fetch(http: httpx.Client, url: str, timeout: float) -> httpx.Response:
     """GET `url` whole within `timeout` seconds and `_BODY_MAX` bytes.
@@ -380,6 +500,30 @@ def _refused(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def read_usage(usage: object, where: str) -> InBand:
+    """Read the `usage` object of an answer.
+
+    Raises:
+        MeasurementRefused: kind `bad-answer` for counts that are no whole numbers.
+    """
+    table = usage if isinstance(usage, Mapping) else {}
+    details = table.get("prompt_tokens_details")
+
+    def count(holder: Mapping[str, Any], name: str) -> int | None:
+        value = holder.get(name)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        raise MeasurementRefused(
+            "bad-answer", f"{where}: {name} is {one_line(repr(value), 40)}, no count"
+        )
+
+    return InBand(
+        count(table, "prompt_tokens"),
+        count(table, "completion_tokens"),
+        count(details, "cached_tokens") if isinstance(details, Mapping) else None,
+    )
 
 
 ENGINES: dict[str, Engine] = {}

@@ -7,10 +7,11 @@ streams' own. Its server needs `--metrics`; `/slots` is looked at where it is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
+from pytest_dsv41.engines.next_token import NextToken, read_indexed
 from pytest_dsv41.errors import MeasurementRefused
 
 __all__ = ["LlamaCpp"]
@@ -36,6 +37,10 @@ class LlamaCpp(Engine):
     counters: ClassVar[tuple[str, ...]] = _COUNTERS
     needed: ClassVar[tuple[str, ...]] = _NEEDED
     counters_hint: ClassVar[str] = "start the server with --metrics"
+    version_path: ClassVar[str] = "/props"
+    version_field: ClassVar[str] = "build_info"
+    next_path: ClassVar[str] = "/completion"
+    """The native form: it repeats the prompt's text."""
 
     def dress(self, body: dict[str, Any], *, cache: str, salt: str | None) -> dict[str, Any]:  # noqa: ARG002
         """Ask for timings on every event; a cold request turns the prompt cache off."""
@@ -99,6 +104,53 @@ class LlamaCpp(Engine):
 
     def _tokenize_body(self, model: str, text: str) -> dict[str, Any]:  # noqa: ARG002
         return {"content": text, "add_special": True}
+
+    def _next_body(self, model: str, ids: Sequence[int], top_n: int) -> dict[str, Any]:
+        # The probabilities are those before any bias. Without it the server may choose a token
+        # that is a part of a character, of which it then tells no probabilities.
+        return {
+            "model": model,
+            "prompt": list(ids),
+            "n_predict": 1,
+            "n_probs": top_n,
+            "temperature": 1.0,
+            "logit_bias": [["a", 1000.0]],
+            "seed": 0,
+        }
+
+    def _next_read(
+        self,
+        data: Mapping[str, Any],
+        ids: Sequence[int],  # noqa: ARG002
+        where: str,
+        text_of_prompt: Callable[[], str],
+    ) -> NextToken:
+        try:
+            (token,) = data["completion_probabilities"]
+            top = token["top_logprobs"]
+        except (KeyError, TypeError, ValueError):
+            raise MeasurementRefused(
+                "no-logprobs", f"{where}: the answer has no log-probabilities of one token"
+            ) from None
+        echo = data.get("prompt")
+        if isinstance(echo, str) and echo != text_of_prompt():
+            raise MeasurementRefused("other-prompt", f"{where}: the answer is to another prompt")
+        timings = data.get("timings")
+        told = {
+            name: float(value)
+            for name, value in (timings if isinstance(timings, Mapping) else {}).items()
+            if isinstance(value, int | float)
+        }
+        cached = told.get("cache_n")
+        in_band = InBand(
+            prompt_tokens=round(told["prompt_n"] + cached)
+            if "prompt_n" in told and cached is not None
+            else None,
+            completion_tokens=round(told["predicted_n"]) if "predicted_n" in told else None,
+            cached_tokens=None if cached is None else round(cached),
+            timings=told,
+        )
+        return NextToken(read_indexed(top, where), in_band, isinstance(echo, str))
 
 
 def _timing(row: InBand, name: str, default: int | None = None) -> int:

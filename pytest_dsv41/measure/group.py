@@ -157,7 +157,7 @@ def measure_group(
         control_client(endpoint, stop=stop, deadline_ns=deadline_ns, context=context) as client,
     ):
         model = endpoint.model or engine.models(endpoint.url, client=client)[0]
-        before = _rest(
+        before = at_rest(
             engine, endpoint, client, stop, _BUSY_S, "before the first request", lambda _: None
         )
         watch = _Gauge(engine, endpoint, stop, deadline_ns, context, len(requests))
@@ -179,7 +179,7 @@ def measure_group(
             engine.same_server(before, now)
             return engine.settled(before, now, done)
 
-        after = _rest(engine, endpoint, client, stop, _SETTLE_S, "after the last stream", owed)
+        after = at_rest(engine, endpoint, client, stop, _SETTLE_S, "after the last stream", owed)
         caches = [request.sampling.cache for request in requests]
         result = evaluate(engine, caches, streams, before, after, require=require)
         return replace(result, model=model, exchanges=tuple(exchanges))
@@ -392,7 +392,7 @@ def _pause(stop: threading.Event | None) -> None:
         raise MeasurementFailed("stopped", "the measurement was stopped")
 
 
-def _rest(
+def at_rest(
     engine: Engine,
     endpoint: Endpoint,
     client: httpx.Client,

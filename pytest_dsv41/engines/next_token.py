@@ -1,0 +1,110 @@
+"""What a server says of the one token after a prompt: its likeliest candidates, by token id.
+
+The prompt goes as token ids, so that both arms see the same one whatever their tokenizers do, and
+the server's echo of it is held against what was sent. An answer that is not whole is refused; it
+is never filled up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_dsv41.errors import MeasurementRefused
+from pytest_dsv41.text import one_line
+
+if TYPE_CHECKING:
+    from pytest_dsv41.engines.base import InBand
+
+__all__ = ["NextToken", "read_indexed", "read_object", "read_prefixed"]
+
+_PREFIX: Final = "token_id:"
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The candidates for one token as the server gave them, (id, natural log-probability).
+
+    `echoed` says whether the server repeated the prompt, so that it could be compared.
+    """
+
+    top: tuple[tuple[int, float], ...]
+    in_band: InBand
+    echoed: bool
+
+
+def read_object(content: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object of an answer.
+
+    Raises:
+        MeasurementRefused: kind `bad-answer` for anything else, kind `duplicate-id` where an
+            object has one name twice: two entries of one token would become one in silence.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise MeasurementRefused(
+                    "duplicate-id", f"{where}: the answer has {one_line(name, 60)} twice"
+                )
+            found[name] = value
+        return found
+
+    try:
+        data = json.loads(content, object_pairs_hook=once)
+    except ValueError as error:
+        raise MeasurementRefused(
+            "bad-answer", f"{where}: no JSON: {one_line(str(error), 100)}"
+        ) from None
+    if not isinstance(data, dict):
+        raise MeasurementRefused("bad-answer", f"{where}: not a JSON object")
+    return data
+
+
+def read_prefixed(entries: object, where: str) -> tuple[tuple[int, float], ...]:
+    """Read `{"token_id:N": log-probability}`, the form of the OpenAI completions.
+
+    Raises:
+        MeasurementRefused: kinds `no-logprobs`, `bad-answer`.
+    """
+    if not isinstance(entries, Mapping):
+        raise MeasurementRefused("no-logprobs", f"{where}: the answer has no log-probabilities")
+    found = []
+    for name, value in entries.items():
+        digits = str(name).removeprefix(_PREFIX)
+        if digits == name or not (digits.isascii() and digits.isdigit()):
+            raise MeasurementRefused(
+                "bad-answer",
+                f"{where}: {one_line(str(name), 60)!r} names no token id: the server does not "
+                "know return_tokens_as_token_ids",
+            )
+        found.append((int(digits), _number(value, where)))
+    return tuple(found)
+
+
+def read_indexed(entries: object, where: str) -> tuple[tuple[int, float], ...]:
+    """Read `[{"id": N, "logprob": …}]`, llama.cpp's form.
+
+    Raises:
+        MeasurementRefused: kinds `no-logprobs`, `bad-answer`.
+    """
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise MeasurementRefused("no-logprobs", f"{where}: the answer has no log-probabilities")
+    found = []
+    for entry in entries:
+        token = entry.get("id") if isinstance(entry, Mapping) else None
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise MeasurementRefused("bad-answer", f"{where}: an entry without a token id")
+        found.append((token, _number(entry.get("logprob"), where)))
+    return tuple(found)
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MeasurementRefused(
+            "bad-answer", f"{where}: {one_line(repr(value), 40)} is no log-probability"
+        )
+    return float(value)
