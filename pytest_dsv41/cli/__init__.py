@@ -19,6 +19,7 @@ from ..errors import Dsv41Error, RefusedByWorld
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
+    "aa-pilot": "production against itself: run, compare, accumulate",
     "ab": "compare two servers that already run: dsv41 ab URL_A URL_B",
     "archive": "the control archive: head, append, verify, query, spread, plot, migrate",
     "compare": "set two windows side by side",

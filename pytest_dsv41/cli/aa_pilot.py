@@ -1,0 +1,331 @@
+"""`dsv41 aa-pilot run | compare | accumulate`: production against itself, seeded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..durable import dump_json, write_atomic
+from ..errors import UsageError
+from ..text import one_line
+
+if TYPE_CHECKING:
+    from ..quality.pilot import PilotPlan
+
+__all__ = ["HELP", "configure", "run"]
+
+HELP = "production against itself: run a start, compare two, pool several pilots"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
+
+    one = acts.add_parser(
+        "run",
+        help="one start: seeded cells, the probe, in start A the bridge; 0 whole, 1 not",
+        allow_abbrev=False,
+    )
+    one.add_argument("--url", required=True, help="where production's configuration answers")
+    one.add_argument("--start", required=True, choices=("A", "B"))
+    one.add_argument("--out", required=True, type=Path, metavar="FILE", help="the start's record")
+    one.add_argument(
+        "--execute", action="store_true", help="run it; without, only print what would run"
+    )
+    one.add_argument("--engine", default="vllm", help="vllm (default), llamacpp or radiance")
+    one.add_argument("--model", default="", help="default: the first of /v1/models")
+    one.add_argument(
+        "--cell",
+        action="append",
+        metavar="NAME",
+        help="a seeded cell, repeatable (default: the four registered ones)",
+    )
+    one.add_argument("--no-bridge", action="store_true", help="start A without the bridge")
+    one.add_argument(
+        "--bridge-sampling",
+        metavar="JSON",
+        help='settings of production in the bridge (default: {"thinking": true, "priority": 10})',
+    )
+    one.add_argument("--commit", help="the 40 hex digits that name production")
+    one.add_argument("--clock", type=int, metavar="MHZ", help="clock cap of the start")
+    one.add_argument(
+        "--deadline", type=float, metavar="S", help="default: three times the estimate"
+    )
+
+    two = acts.add_parser(
+        "compare", help="start A beside start B; 0 PASSED, 2 FAILED", allow_abbrev=False
+    )
+    two.add_argument("a", type=Path, metavar="A", help="record of start A")
+    two.add_argument("b", type=Path, metavar="B", help="record of start B")
+    two.add_argument("--out", type=Path, metavar="FILE", help="write the pilot's record")
+    two.add_argument("--json", action="store_true", help="print the pilot's record")
+
+    many = acts.add_parser(
+        "accumulate", help="pool pilots of one definition; the start_sd to register",
+        allow_abbrev=False,
+    )  # fmt: skip
+    many.add_argument("pilots", nargs="+", type=Path, metavar="PILOT", help="records of compare")
+    many.add_argument("--out", type=Path, metavar="FILE", help="write the pooled record")
+    many.add_argument(
+        "--metric",
+        action="append",
+        metavar="NAME",
+        help="of the start_sd line, repeatable (default: decode_tok_s alone, ms_per_round beside)",
+    )
+    many.add_argument("--json", action="store_true", help="print the pooled record")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen act."""
+    acts: dict[str, Callable[[argparse.Namespace], int]] = {
+        "run": _run,
+        "compare": _compare,
+        "accumulate": _accumulate,
+    }
+    return acts[args.act](args)
+
+
+# -- run ------------------------------------------------------------------------------------------
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ..measure.group import Endpoint
+    from ..quality.pilot import run_start
+
+    plan = _plan(args)
+    estimate = plan.estimate_s(args.start)
+    if not args.execute:
+        _show_plan(plan, args.start, estimate)
+        print("nothing was sent; add --execute to run it")
+        return 0
+    _free(args.out)
+    with _stop_on_signals() as stop, _shown_line() as show:
+        record = run_start(
+            Endpoint(args.url, args.engine, args.model),
+            plan,
+            start=args.start,
+            deadline_s=args.deadline or 3 * estimate + 120.0,
+            commit=args.commit,
+            clock_cap_mhz=args.clock,
+            stop=stop,
+            progress=show,
+        )
+    write_atomic(args.out, dump_json(record) + "\n")
+    refused = _show_start(record)
+    print(f"record: {args.out}")
+    return 1 if refused else 0
+
+
+def _plan(args: argparse.Namespace) -> PilotPlan:
+    from ..measure.cell import Sampling
+    from ..measure.seeded import SEEDED_CELLS
+    from ..quality.pilot import plan_pilot
+
+    sampling = None
+    if args.bridge_sampling is not None:
+        try:
+            table = json.loads(args.bridge_sampling)
+            sampling = Sampling(**table)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UsageError(f"--bridge-sampling: {one_line(str(error), 120)}") from None
+    return plan_pilot(
+        tuple(args.cell or SEEDED_CELLS),
+        bridge=args.start == "A" and not args.no_bridge,
+        bridge_sampling=sampling,
+    )
+
+
+def _free(path: Path) -> None:
+    """A record is never written over: a start that was measured counts."""
+    if path.exists():
+        raise UsageError(f"{path}: is there already; a start's record is never replaced")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: no such folder")
+
+
+def _show_plan(plan: PilotPlan, start: str, estimate: float) -> None:
+    print(f"start {start}: about {estimate / 60:.1f} min")
+    for cell in (*plan.cells, *plan.bridge):
+        print(
+            f"  {cell.name}: {cell.pairs} pairs of {cell.batch} x {cell.max_tokens} tokens, "
+            f"about {cell.estimated_s * cell.pairs:.0f} s"
+        )
+
+
+def _show_start(record: Mapping[str, Any]) -> int:
+    """Say what each cell came to; return how many were refused of those that are compared."""
+    for name, cell in (*record["cells"].items(), *(record["bridge"] or {}).items()):
+        told = cell["refused"] if "refused" in cell else f"{len(cell['pairs'])} pairs"
+        print(f"  {name}: {one_line(told, 300)}")
+    return sum("refused" in cell for cell in record["cells"].values())
+
+
+# -- compare --------------------------------------------------------------------------------------
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from ..quality.aa_compare import START_SCHEMA, compare_starts, read_record
+
+    if args.out is not None:
+        _free(args.out)
+    pilot = compare_starts(read_record(args.a, START_SCHEMA), read_record(args.b, START_SCHEMA))
+    if args.out is not None:
+        write_atomic(args.out, dump_json(pilot) + "\n")
+    if args.json:
+        print(json.dumps(pilot, indent=2))
+    else:
+        _show_pilot(pilot, args.out)
+    return 0 if pilot["passed"] else 2
+
+
+def _show_pilot(pilot: Mapping[str, Any], out: Path | None) -> None:
+    from ..quality.aa_compare import start_sd_line
+
+    if pilot["passed"]:
+        print(
+            "PASSED: every seeded cell with one request at a time gave the same tokens in the same "
+            "rounds in both starts"
+        )
+    else:
+        print("FAILED: expect_identical is forbidden; measured diff CVs only")
+        for reason in pilot["reasons"]:
+            print(f"  {one_line(reason, 300)}")
+    for name, cell in pilot["cells"].items():
+        count = cell["pairs"]
+        if not count:
+            print(f"{name}: {one_line(cell['fault'], 300)}")
+            continue
+        role = "" if cell["decides"] else " (reported only)"
+        print(
+            f"{name}{role}: {cell['outputs_identical']} of {count} pairs with identical outputs, "
+            f"{cell['rounds_identical']} with identical rounds"
+        )
+        for one in cell["series"]:
+            print(
+                f"  {one['metric']:<20} diff CV {100 * one['diff_cv']:.3f} %, start SD "
+                f"{100 * one['start_sd']:.3f} % (1 df; the pairs' own spread alone gives "
+                f"{100 * one['pair_noise']:.3f} %)"
+            )
+        for metric, why in cell["missing"].items():
+            print(f"  {metric:<20} {one_line(why, 120)}")
+    if pilot["bridge"]:
+        _show_bridge(pilot["bridge"])
+    if out is not None:
+        print(f"for the filter: dsv41 resolution --diff-cv {out} …")
+        print(f"pool it with others before registering: dsv41 aa-pilot accumulate {out} …")
+        line = start_sd_line(pilot, _primaries(pilot))
+        if line:
+            print(f"one pilot alone (1 df) would register: {line}")
+
+
+def _show_bridge(report: Mapping[str, Any]) -> None:
+    print("bridge, accepted per round (reported only):")
+    for name, row in report["cells"].items():
+        if row["accepted_per_round"] is None:
+            print(f"  {name:<30} {one_line(row['missing'], 120)}")
+            continue
+        beside = row["missing"]
+        if row["reference"]:
+            known = row["reference"]
+            within = f" [{known['low']}, {known['high']}]" if known["low"] is not None else ""
+            beside = f"reference {known['value']:.3f}{within} of {known['when']}"
+        print(f"  {name:<30} {row['accepted_per_round']:.3f}   {beside}")
+    for prompt, difference in report["lengths"].items():
+        told = "not read" if difference is None else f"{difference:+.3f}"
+        print(f"  {prompt}: 512 minus 1,500 tokens {told}")
+    print(f"  {report['h4']}")
+
+
+# -- accumulate -----------------------------------------------------------------------------------
+
+
+def _accumulate(args: argparse.Namespace) -> int:
+    from ..quality.aa_compare import (
+        ACCUMULATED_SCHEMA,
+        PILOT_SCHEMA,
+        accumulate,
+        read_record,
+        start_sd_line,
+    )
+
+    if args.out is not None:
+        _free(args.out)
+    pooled = accumulate([read_record(p, PILOT_SCHEMA, ACCUMULATED_SCHEMA) for p in args.pilots])
+    keys = _primaries(pooled)
+    if args.metric:
+        keys = [key for key in pooled["start_sd"] if key.rpartition("/")[2] in args.metric]
+        if not keys:
+            valid = ", ".join(sorted({key.rpartition("/")[2] for key in pooled["start_sd"]}))
+            raise UsageError(f"--metric {', '.join(args.metric)}: not measured; valid: {valid}")
+    if args.out is not None:
+        write_atomic(args.out, dump_json(pooled) + "\n")
+    if args.json:
+        print(json.dumps(pooled, indent=2))
+        return 0
+    count = len(pooled["pilots"])
+    passed = sum(bool(pilot["passed"]) for pilot in pooled["pilots"])
+    print(f"{count} pilot{'s' if count != 1 else ''} of one definition, {passed} PASSED")
+    for key, sd in pooled["start_sd"].items():
+        print(
+            f"  {key:<40} start SD {100 * sd:.3f} % ({pooled['df'][key]} df; up to "
+            f"{100 * pooled['start_sd_upper'][key]:.3f} % is plausible), diff CV "
+            f"{100 * pooled['diff_cv'][key]:.3f} %"
+        )
+    line = start_sd_line(pooled, keys)
+    if line:
+        least = min(pooled["df"][key] for key in keys)
+        print(f"to register under [window], {least} df:")
+        print(line)
+    else:
+        print("every start SD is 0: there is nothing to register")
+    return 0
+
+
+def _primaries(record: Mapping[str, Any]) -> list[str]:
+    """The keys of the metrics that decide a seeded cell (RULES section 2)."""
+    keys = []
+    for name, cell in record["definition"]["cells"].items():
+        alone = len(cell["cell"]["prompts"]) == 1
+        metric = "decode_tok_s" if alone else "ms_per_round"
+        if f"{name}/{metric}" in record["start_sd"]:
+            keys.append(f"{name}/{metric}")
+    return keys
+
+
+# -- the terminal ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """A signal ends the run at once, sockets closed, and it says so."""
+    from ..signals import Signals
+
+    stop = threading.Event()
+    signals = Signals(lambda _reason: stop.set())
+    signals.install()
+    try:
+        yield stop
+    finally:
+        signals.remove()
+
+
+@contextmanager
+def _shown_line() -> Iterator[Callable[[str], None]]:
+    """One line on a terminal that the next one replaces; nothing where nobody looks."""
+    shown = sys.stderr.isatty()
+
+    def show(text: str) -> None:
+        if shown:
+            print(f"\r\033[K{one_line(text, 100)}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

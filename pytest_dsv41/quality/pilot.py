@@ -1,0 +1,209 @@
+"""One start of the A/A pilot: seeded cells, the distributional probe, and in start A the bridge.
+
+It only reads: it sends requests to a server that runs and returns one record, without any text.
+Start A is the window's last control start, start B restored production under the HOLD (WIN2
+"Seeded A/A pilot recipe"); `aa_compare` sets the two beside each other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ..engines import get_engine
+from ..errors import MeasurementFailed, MeasurementRefused, UsageError
+from ..measure.cell import Sampling, prompt_identity
+from ..measure.corpus import text_sha256
+from ..measure.group import Endpoint, Progress
+from ..measure.seeded import SEEDED_CELLS, SeededCell, SeededResult, check_seeds, run_seeded_cell
+from ..text import one_line
+from .aa_compare import START_SCHEMA, seal
+from .bridge import BRIDGE_CELLS
+
+__all__ = ["PilotPlan", "cell_record", "plan_pilot", "run_start"]
+
+STARTS: Final = ("A", "B")
+
+
+@dataclass(frozen=True)
+class PilotPlan:
+    """What both starts of a pilot run, and what start A runs beside it."""
+
+    cells: tuple[SeededCell, ...]
+    bridge: tuple[SeededCell, ...] = ()
+
+    def estimate_s(self, start: str) -> float:
+        """Expected seconds of one start, by the cells' own estimates."""
+        cells = (*self.cells, *(self.bridge if start == "A" else ()))
+        return sum(cell.estimated_s * cell.pairs for cell in cells)
+
+
+def plan_pilot(
+    names: tuple[str, ...] = tuple(SEEDED_CELLS),
+    *,
+    known: Mapping[str, SeededCell] = SEEDED_CELLS,
+    bridge: bool = True,
+    bridge_sampling: Sampling | None = None,
+) -> PilotPlan:
+    """Return the plan of these seeded cells, and of the whole bridge or none of it.
+
+    `bridge_sampling` stands for BRIDGE_SAMPLING where production is asked with other settings.
+
+    Raises:
+        UsageError: a cell is unknown, given twice, or only ever reported; seeds overlap.
+    """
+    for name in names:
+        if name not in known:
+            shown = one_line(name, 60)
+            raise UsageError(f"seeded cell {shown} is not known; valid: {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise UsageError("a seeded cell is named twice")
+    cells = tuple(known[name] for name in names)
+    if not any(cell.batch == 1 for cell in cells):
+        raise UsageError("the pilot needs a seeded cell with one request at a time")
+    extra = tuple(BRIDGE_CELLS.values()) if bridge else ()
+    if bridge_sampling is not None:
+        extra = tuple(replace(cell, sampling=bridge_sampling) for cell in extra)
+    check_seeds((*cells, *extra))
+    return PilotPlan(cells, extra)
+
+
+def run_start(
+    endpoint: Endpoint,
+    plan: PilotPlan,
+    *,
+    start: str,
+    deadline_s: float,
+    salt: str | None = None,
+    commit: str | None = None,
+    clock_cap_mhz: int | None = None,
+    stop: threading.Event | None = None,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> dict[str, Any]:
+    """Run one start and return its sealed record; a cell that is refused stands there refused.
+
+    Args:
+        endpoint: production's configuration, idle, and used by nobody else.
+        plan: what is run; the bridge in start A only.
+        start: "A" or "B".
+        deadline_s: everything is over by then.
+        salt: new for every start; None makes one.
+        commit: the 40 hex digits of production, where they are known.
+        clock_cap_mhz: the cap that the start's own log proves, where it is known.
+        stop: ends the run once it is set.
+        progress: gets a line to show, several times a second.
+
+    Raises:
+        UsageError: no corpus has a prompt of a seeded cell; nothing was sent.
+        MeasurementRefused: a prompt is not the pinned one; nothing was sent.
+        MeasurementFailed: stopped, or not finished at the deadline.
+    """
+    if start not in STARTS:
+        raise UsageError(f"start {one_line(start, 20)!r}; valid: A, B")
+    until = time.monotonic() + deadline_s
+    salt = salt or f"aa-pilot-{secrets.token_hex(8)}"
+    definitions = {cell.name: _definition(cell) for cell in plan.cells}
+    model = endpoint.model or get_engine(endpoint.engine).models(endpoint.url)[0]
+
+    def run(cell: SeededCell, number: int, count: int) -> dict[str, Any]:
+        def told(pair: int, now: Progress) -> None:
+            rate = f"{now.tokens} tokens, {now.tok_s:.1f} tokens/s" if now.tokens else "prefill"
+            progress(
+                f"start {start}, cell {number} of {count}: {cell.name}, pair {pair + 1} of "
+                f"{cell.pairs}: {rate}"
+            )
+
+        progress(f"start {start}, cell {number} of {count}: {cell.name}: cold prefill")
+        try:
+            result = run_seeded_cell(
+                endpoint,
+                cell,
+                salt=f"{salt}-{start}-{cell.name}",
+                deadline_s=max(0.0, until - time.monotonic()),
+                stop=stop,
+                progress=told,
+            )
+        except (MeasurementRefused, MeasurementFailed) as error:
+            if error.kind in ("stopped", "deadline"):
+                raise
+            return {"profile": cell.profile, "refused": f"{error.kind}: {one_line(str(error))}"}
+        return cell_record(cell, result)
+
+    bridge = plan.bridge if start == "A" else ()
+    count = len(plan.cells) + len(bridge)
+    cells = {cell.name: run(cell, n, count) for n, cell in enumerate(plan.cells, start=1)}
+    bridged: dict[str, Any] = {}
+    for number, cell in enumerate(bridge, start=len(cells) + 1):
+        try:
+            _definition(cell)
+        except (UsageError, MeasurementRefused) as error:
+            bridged[cell.name] = {"refused": f"not run: {one_line(str(error))}"}
+            continue
+        bridged[cell.name] = run(cell, number, count)
+    return seal(
+        {
+            "schema": START_SCHEMA,
+            "start": start,
+            "utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "salt": salt,
+            "definition": {
+                "engine": endpoint.engine,
+                "model": model,
+                "commit": commit,
+                "clock_cap_mhz": clock_cap_mhz,
+                "cells": definitions,
+            },
+            "cells": cells,
+            "bridge": bridged or None,
+        }
+    )
+
+
+def cell_record(cell: SeededCell, result: SeededResult) -> dict[str, Any]:
+    """What one start measured of a seeded cell: values, rounds and hashes by pair, no text."""
+    seeds = [
+        [cell.seed_base + 10 * pair + member for member in range(cell.batch)]
+        for pair in range(cell.pairs)
+    ]
+    return {
+        "profile": cell.profile,
+        "prompt_sha256": result.prompt_sha256,
+        "prompt_members": list(result.prompt_members),
+        "speculates": any(pair.server.speculates for pair in result.pairs),
+        "pairs": [
+            {
+                "seeds": seeds[index],
+                "prompt_sha256": pair.prompt_sha256,
+                "outputs": result.outputs[index],
+                "rounds": pair.server.rounds,
+                "accepted": pair.server.accepted,
+                "tokens": pair.server.tokens,
+                "values": {
+                    name: {
+                        "value": value.value,
+                        "unit": value.unit,
+                        "lower_is_better": value.lower_is_better,
+                    }
+                    for name, value in pair.values.items()
+                },
+                "missing": dict(pair.missing),
+                "notes": list(pair.notes),
+            }
+            for index, pair in enumerate(result.pairs)
+        ],
+    }
+
+
+def _definition(cell: SeededCell) -> dict[str, Any]:
+    """What a cell is, down to the texts it will send."""
+    members = [text_sha256(cell.text(prompt)) for prompt in cell.prompts]
+    return {
+        "cell": cell.definition(),
+        "pairs": cell.pairs,
+        "prompt_sha256": prompt_identity(members),
+    }
