@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..durable import dump_json, write_atomic
 from ..errors import UsageError
 from ..text import one_line
 
@@ -45,6 +44,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME",
         help="a seeded cell, repeatable (default: the four registered ones)",
+    )
+    one.add_argument(
+        "--subset",
+        metavar="S",
+        help="the probe's prompts, or 'none' (default: short,32k)",
+    )
+    one.add_argument(
+        "--each", type=int, metavar="N", help="of each subset only the first N prompts"
     )
     one.add_argument("--no-bridge", action="store_true", help="start A without the bridge")
     one.add_argument(
@@ -96,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from ..measure.group import Endpoint
-    from ..quality.pilot import run_start
+    from ..quality.pilot import probe_path, run_start
+    from ..quality.probe import save_probe
+    from ..quality.sealed import outside_git, write_sealed
 
     plan = _plan(args)
     estimate = plan.estimate_s(args.start)
@@ -105,8 +114,10 @@ def _run(args: argparse.Namespace) -> int:
         print("nothing was sent; add --execute to run it")
         return 0
     _free(args.out)
+    if plan.prompts:
+        _free(outside_git(probe_path(args.out)))
     with _stop_on_signals() as stop, _shown_line() as show:
-        record = run_start(
+        record, probe = run_start(
             Endpoint(args.url, args.engine, args.model),
             plan,
             start=args.start,
@@ -116,7 +127,9 @@ def _run(args: argparse.Namespace) -> int:
             stop=stop,
             progress=show,
         )
-    write_atomic(args.out, dump_json(record) + "\n")
+    if probe is not None:
+        save_probe(probe_path(args.out), probe)
+    write_sealed(args.out, record)
     refused = _show_start(record)
     print(f"record: {args.out}")
     return 1 if refused else 0
@@ -125,7 +138,7 @@ def _run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> PilotPlan:
     from ..measure.cell import Sampling
     from ..measure.seeded import SEEDED_CELLS
-    from ..quality.pilot import plan_pilot
+    from ..quality.pilot import PILOT_SUBSET, plan_pilot
 
     sampling = None
     if args.bridge_sampling is not None:
@@ -134,8 +147,12 @@ def _plan(args: argparse.Namespace) -> PilotPlan:
             sampling = Sampling(**table)
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"--bridge-sampling: {one_line(str(error), 120)}") from None
+    if args.each is not None and args.each < 1:
+        raise UsageError(f"--each {args.each}: at least 1")
     return plan_pilot(
         tuple(args.cell or SEEDED_CELLS),
+        subset=None if args.subset == "none" else args.subset or PILOT_SUBSET,
+        each=args.each,
         bridge=args.start == "A" and not args.no_bridge,
         bridge_sampling=sampling,
     )
@@ -156,6 +173,14 @@ def _show_plan(plan: PilotPlan, start: str, estimate: float) -> None:
             f"  {cell.name}: {cell.pairs} pairs of {cell.batch} x {cell.max_tokens} tokens, "
             f"about {cell.estimated_s * cell.pairs:.0f} s"
         )
+    if plan.prompts:
+        print(f"  probe: {len(plan.prompts)} prompts, about {_probe_s(plan)} s")
+
+
+def _probe_s(plan: PilotPlan) -> str:
+    from ..quality.pilot import probe_estimate_s
+
+    return f"{probe_estimate_s(plan.prompts):.0f}"
 
 
 def _show_start(record: Mapping[str, Any]) -> int:
@@ -163,20 +188,27 @@ def _show_start(record: Mapping[str, Any]) -> int:
     for name, cell in (*record["cells"].items(), *(record["bridge"] or {}).items()):
         told = cell["refused"] if "refused" in cell else f"{len(cell['pairs'])} pairs"
         print(f"  {name}: {one_line(told, 300)}")
-    return sum("refused" in cell for cell in record["cells"].values())
+    probed = record["probe"]
+    if probed is not None:
+        told = f"subset {probed['subset']}" if "subset" in probed else probed["refused"]
+        print(f"  probe: {one_line(told, 300)}")
+    compared = (*record["cells"].values(), *([probed] if probed else []))
+    return sum("refused" in one for one in compared)
 
 
 # -- compare --------------------------------------------------------------------------------------
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from ..quality.aa_compare import START_SCHEMA, compare_starts, read_record
+    from ..quality.aa_compare import START_SCHEMA, compare_starts
+    from ..quality.sealed import read_sealed, write_sealed
 
     if args.out is not None:
         _free(args.out)
-    pilot = compare_starts(read_record(args.a, START_SCHEMA), read_record(args.b, START_SCHEMA))
+    a, b = (read_sealed(path, "start", START_SCHEMA, dict)[0] for path in (args.a, args.b))
+    pilot = compare_starts(a, b)
     if args.out is not None:
-        write_atomic(args.out, dump_json(pilot) + "\n")
+        write_sealed(args.out, pilot)
     if args.json:
         print(json.dumps(pilot, indent=2))
     else:
@@ -250,13 +282,14 @@ def _accumulate(args: argparse.Namespace) -> int:
         ACCUMULATED_SCHEMA,
         PILOT_SCHEMA,
         accumulate,
-        read_record,
         start_sd_line,
     )
+    from ..quality.sealed import read_sealed, write_sealed
 
     if args.out is not None:
         _free(args.out)
-    pooled = accumulate([read_record(p, PILOT_SCHEMA, ACCUMULATED_SCHEMA) for p in args.pilots])
+    schemas = (PILOT_SCHEMA, ACCUMULATED_SCHEMA)
+    pooled = accumulate([read_sealed(path, "pilot", schemas, dict)[0] for path in args.pilots])
     keys = _primaries(pooled)
     if args.metric:
         keys = [key for key in pooled["start_sd"] if key.rpartition("/")[2] in args.metric]
@@ -264,7 +297,7 @@ def _accumulate(args: argparse.Namespace) -> int:
             valid = ", ".join(sorted({key.rpartition("/")[2] for key in pooled["start_sd"]}))
             raise UsageError(f"--metric {', '.join(args.metric)}: not measured; valid: {valid}")
     if args.out is not None:
-        write_atomic(args.out, dump_json(pooled) + "\n")
+        write_sealed(args.out, pooled)
     if args.json:
         print(json.dumps(pooled, indent=2))
         return 0

@@ -8,19 +8,16 @@ rounds in both starts. Everything else is measured and reported: the CV of paire
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from ..decision_v2 import ORIENTATION
-from ..durable import dump_json
 from ..errors import UsageError
 from ..text import one_line
 from .bridge import bridge_report
+from .sealed import seal_of
 
 __all__ = [
     "ACCUMULATED_SCHEMA",
@@ -29,8 +26,6 @@ __all__ = [
     "accumulate",
     "compare_starts",
     "identical_fault",
-    "read_record",
-    "seal",
     "start_sd_line",
 ]
 
@@ -41,41 +36,6 @@ ACCUMULATED_SCHEMA: Final = "dsv41-aa-pilots-v1"
 _LEAST_PAIRS: Final = 3
 _SHARED: Final = ("engine", "model", "commit", "clock_cap_mhz")
 """Parts of a definition that a start may not know (null); known ones must agree."""
-
-
-# -- records --------------------------------------------------------------------------------------
-
-
-def seal(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record with the sha256 of its canonical JSON, which `read_record` checks."""
-    bare = {key: value for key, value in record.items() if key != "sha256"}
-    return {**bare, "sha256": hashlib.sha256(dump_json(bare).encode()).hexdigest()}
-
-
-def read_record(path: Path, *schemas: str) -> dict[str, Any]:
-    """Read a sealed record of one of the schemas.
-
-    Raises:
-        UsageError: it is missing, damaged, edited after it was written, or of another schema.
-    """
-    shown = one_line(str(path), 300)
-    try:
-        record = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"{shown}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise UsageError(f"{shown}: is not JSON") from None
-    found = record.get("schema") if isinstance(record, dict) else None
-    if found not in schemas:
-        told = one_line(repr(found), 60)
-        raise UsageError(f"{shown}: schema {told}; valid here: {', '.join(schemas)}")
-    try:
-        intact = seal(record)["sha256"] == record.get("sha256")
-    except ValueError:
-        intact = False
-    if not intact:
-        raise UsageError(f"{shown}: was edited after it was written: its sha256 does not fit")
-    return dict(record)
 
 
 # -- two starts -----------------------------------------------------------------------------------
@@ -110,24 +70,22 @@ def compare_starts(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]
         reasons.append("no seeded cell with one request at a time was run")
     passed = not reasons
     series = [(name, one) for name, cell in cells.items() for one in cell["series"]]
-    return seal(
-        {
-            "schema": PILOT_SCHEMA,
-            "passed": passed,
-            "reasons": reasons,
-            "definition": definition,
-            "starts": {
-                name: {"sha256": record.get("sha256"), "utc": record.get("utc")}
-                for name, record in (("A", a), ("B", b))
-            },
-            "cells": cells,
-            "diff_cv": {f"{name}/{one['metric']}": one["diff_cv"] for name, one in series},
-            "start_sd": {f"{name}/{one['metric']}": one["start_sd"] for name, one in series},
-            "df": {f"{name}/{one['metric']}": 1 for name, one in series},
-            "expect_identical": passed,
-            "bridge": bridge_report(a["bridge"]) if a.get("bridge") else None,
-        }
-    )
+    return {
+        "schema": PILOT_SCHEMA,
+        "passed": passed,
+        "reasons": reasons,
+        "definition": definition,
+        "starts": {
+            name: {"sha256": seal_of(dict(record)), "utc": record.get("utc")}
+            for name, record in (("A", a), ("B", b))
+        },
+        "cells": cells,
+        "diff_cv": {f"{name}/{one['metric']}": one["diff_cv"] for name, one in series},
+        "start_sd": {f"{name}/{one['metric']}": one["start_sd"] for name, one in series},
+        "df": {f"{name}/{one['metric']}": 1 for name, one in series},
+        "expect_identical": passed,
+        "bridge": bridge_report(a["bridge"]) if a.get("bridge") else None,
+    }
 
 
 def identical_fault(
@@ -325,22 +283,20 @@ def accumulate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             spreads.setdefault(key, []).append((float(pairs[key]), float(record["diff_cv"][key])))
     pooled = {key: _pool(parts) for key, parts in squares.items()}
     noise = {key: _pool(parts) for key, parts in spreads.items()}
-    return seal(
-        {
-            "schema": ACCUMULATED_SCHEMA,
-            "passed": all(pilot["passed"] for pilot in pilots),
-            "definition": first,
-            "pilots": pilots,
-            "start_sd": {key: sd for key, (_, sd) in pooled.items()},
-            "df": {key: df for key, (df, _) in pooled.items()},
-            "start_sd_upper": {
-                key: sd * math.sqrt(df / float(stats.chi2.ppf(0.05, df)))
-                for key, (df, sd) in pooled.items()
-            },
-            "diff_cv": {key: cv for key, (_, cv) in noise.items()},
-            "diff_df": {key: df for key, (df, _) in noise.items()},
-        }
-    )
+    return {
+        "schema": ACCUMULATED_SCHEMA,
+        "passed": all(pilot["passed"] for pilot in pilots),
+        "definition": first,
+        "pilots": pilots,
+        "start_sd": {key: sd for key, (_, sd) in pooled.items()},
+        "df": {key: df for key, (df, _) in pooled.items()},
+        "start_sd_upper": {
+            key: sd * math.sqrt(df / float(stats.chi2.ppf(0.05, df)))
+            for key, (df, sd) in pooled.items()
+        },
+        "diff_cv": {key: cv for key, (_, cv) in noise.items()},
+        "diff_df": {key: df for key, (df, _) in noise.items()},
+    }
 
 
 def start_sd_line(record: Mapping[str, Any], keys: Iterable[str]) -> str:
@@ -366,7 +322,7 @@ def _pilots(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     if record["schema"] == ACCUMULATED_SCHEMA:
         return [dict(pilot) for pilot in record["pilots"]]
     starts = [str(start["sha256"]) for start in record["starts"].values()]
-    return [{"sha256": record["sha256"], "passed": record["passed"], "starts": starts}]
+    return [{"sha256": seal_of(dict(record)), "passed": record["passed"], "starts": starts}]
 
 
 def _pairs_df(record: Mapping[str, Any]) -> dict[str, int]:

@@ -11,8 +11,9 @@ import datetime
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from ..engines import get_engine
@@ -22,12 +23,28 @@ from ..measure.corpus import text_sha256
 from ..measure.group import Endpoint, Progress
 from ..measure.seeded import SEEDED_CELLS, SeededCell, SeededResult, check_seeds, run_seeded_cell
 from ..text import one_line
-from .aa_compare import START_SCHEMA, seal
+from .aa_compare import START_SCHEMA
 from .bridge import BRIDGE_CELLS
+from .probe import Probe, ProbeProgress, run_probe
+from .prompts import ProbePrompt, parse_subset, probe_prompts
 
-__all__ = ["PilotPlan", "cell_record", "plan_pilot", "run_start"]
+__all__ = [
+    "PILOT_SUBSET",
+    "PilotPlan",
+    "cell_record",
+    "plan_pilot",
+    "probe_estimate_s",
+    "probe_path",
+    "run_start",
+]
 
 STARTS: Final = ("A", "B")
+PILOT_SUBSET: Final = "short,32k"
+"""The probe's prompts that WIN2's pilot registers."""
+
+_PROBE_S: Final = {"short": 3.75, "32k": 11.25, "150k": 67.5}
+"""Estimated seconds of one prompt by subset: WIN2's 2, 6.5 and 15.5 minutes for the first one,
+two and three subsets."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +52,44 @@ class PilotPlan:
     """What both starts of a pilot run, and what start A runs beside it."""
 
     cells: tuple[SeededCell, ...]
+    prompts: tuple[ProbePrompt, ...] = ()
     bridge: tuple[SeededCell, ...] = ()
 
     def estimate_s(self, start: str) -> float:
-        """Expected seconds of one start, by the cells' own estimates."""
+        """Expected seconds of one start, by the cells' own estimates and WIN2's of the probe."""
         cells = (*self.cells, *(self.bridge if start == "A" else ()))
-        return sum(cell.estimated_s * cell.pairs for cell in cells)
+        seeded = sum(cell.estimated_s * cell.pairs for cell in cells)
+        return seeded + probe_estimate_s(self.prompts)
+
+
+def probe_estimate_s(prompts: Sequence[ProbePrompt]) -> float:
+    """Expected seconds of a probe over these prompts."""
+    return sum(_PROBE_S[prompt.subset] for prompt in prompts)
 
 
 def plan_pilot(
     names: tuple[str, ...] = tuple(SEEDED_CELLS),
     *,
     known: Mapping[str, SeededCell] = SEEDED_CELLS,
+    subset: str | None = PILOT_SUBSET,
+    each: int | None = None,
     bridge: bool = True,
     bridge_sampling: Sampling | None = None,
 ) -> PilotPlan:
-    """Return the plan of these seeded cells, and of the whole bridge or none of it.
+    """Return the plan of a pilot.
 
-    `bridge_sampling` stands for BRIDGE_SAMPLING where production is asked with other settings.
+    Args:
+        names: the seeded cells.
+        known: every seeded cell by name.
+        subset: the probe's prompts, as `short,32k`; None: no probe.
+        each: of each subset only the first so many prompts.
+        bridge: the whole bridge, or none of it.
+        bridge_sampling: stands for BRIDGE_SAMPLING where production is asked with other settings.
 
     Raises:
-        UsageError: a cell is unknown, given twice, or only ever reported; seeds overlap.
+        UsageError: a cell or subset is unknown, a cell is given twice, none has one request at a
+            time, seeds overlap, or no corpus has a prompt of the probe.
+        MeasurementRefused: a prompt of the probe is not the pinned one.
     """
     for name in names:
         if name not in known:
@@ -70,7 +104,8 @@ def plan_pilot(
     if bridge_sampling is not None:
         extra = tuple(replace(cell, sampling=bridge_sampling) for cell in extra)
     check_seeds((*cells, *extra))
-    return PilotPlan(cells, extra)
+    prompts = () if subset is None else probe_prompts(parse_subset(subset), each=each)
+    return PilotPlan(cells, prompts, extra)
 
 
 def run_start(
@@ -84,8 +119,8 @@ def run_start(
     clock_cap_mhz: int | None = None,
     stop: threading.Event | None = None,
     progress: Callable[[str], None] = lambda _text: None,
-) -> dict[str, Any]:
-    """Run one start and return its sealed record; a cell that is refused stands there refused.
+) -> tuple[dict[str, Any], Probe | None]:
+    """Run one start; return its record and its probe. What is refused stands there refused.
 
     Args:
         endpoint: production's configuration, idle, and used by nobody else.
@@ -136,7 +171,24 @@ def run_start(
 
     bridge = plan.bridge if start == "A" else ()
     count = len(plan.cells) + len(bridge)
+    probe: Probe | None = None
+    probed: dict[str, Any] | None = None
     cells = {cell.name: run(cell, n, count) for n, cell in enumerate(plan.cells, start=1)}
+    if plan.prompts:
+        try:
+            probe = run_probe(
+                endpoint,
+                plan.prompts,
+                deadline_s=max(0.0, until - time.monotonic()),
+                salt=f"{salt}-{start}-probe",
+                progress=lambda now: progress(_probing(start, now)),
+                stop=stop,
+            )
+            probed = {"sha256": probe.sha256, "subset": probe.subset}
+        except (MeasurementRefused, MeasurementFailed) as error:
+            if error.kind in ("stopped", "deadline"):
+                raise
+            probed = {"refused": f"{error.kind}: {one_line(str(error))}"}
     bridged: dict[str, Any] = {}
     for number, cell in enumerate(bridge, start=len(cells) + 1):
         try:
@@ -145,23 +197,33 @@ def run_start(
             bridged[cell.name] = {"refused": f"not run: {one_line(str(error))}"}
             continue
         bridged[cell.name] = run(cell, number, count)
-    return seal(
-        {
-            "schema": START_SCHEMA,
-            "start": start,
-            "utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "salt": salt,
-            "definition": {
-                "engine": endpoint.engine,
-                "model": model,
-                "commit": commit,
-                "clock_cap_mhz": clock_cap_mhz,
-                "cells": definitions,
-            },
-            "cells": cells,
-            "bridge": bridged or None,
-        }
-    )
+    record = {
+        "schema": START_SCHEMA,
+        "start": start,
+        "utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "salt": salt,
+        "definition": {
+            "engine": endpoint.engine,
+            "model": model,
+            "commit": commit,
+            "clock_cap_mhz": clock_cap_mhz,
+            "cells": definitions,
+        },
+        "cells": cells,
+        "probe": probed,
+        "bridge": bridged or None,
+    }
+    return record, probe
+
+
+def probe_path(record: Path) -> Path:
+    """Return where the probe of a start's record lies: beside it."""
+    return record.with_name(f"{record.stem}.probe.json")
+
+
+def _probing(start: str, now: ProbeProgress) -> str:
+    done, total = now.done, now.total
+    return f"start {start}, probe: position {done} of {total}, {now.prompt}"
 
 
 def cell_record(cell: SeededCell, result: SeededResult) -> dict[str, Any]:

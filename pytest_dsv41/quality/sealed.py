@@ -41,14 +41,16 @@ def write_sealed(path: Path, body: dict[str, Any]) -> str:
     return seal
 
 
-def read_sealed(path: Path, kind: str, schema: str, form: type[_Record]) -> tuple[_Record, str]:
-    """Read a sealed file of one schema as the dataclass `form`; return it and its seal.
+def read_sealed(
+    path: Path, kind: str, schema: str | tuple[str, ...], form: type[_Record]
+) -> tuple[_Record, str]:
+    """Read a sealed file of one schema as `form`; return it and its seal.
 
     Args:
         path: the file.
         kind: what it is, for messages and the kinds of refusals (`probe`, `band`).
-        schema: what its field `schema` must say.
-        form: a dataclass; its fields are checked one by one.
+        schema: what its field `schema` must say, or one of several.
+        form: a dataclass, whose fields are checked one by one, or a plain dict.
 
     Raises:
         UsageError: no such file, another schema, or a field that is wrong.
@@ -64,9 +66,11 @@ def read_sealed(path: Path, kind: str, schema: str, form: type[_Record]) -> tupl
         body = json.loads(raw)
     except ValueError as error:
         raise UsageError(f"{path}: no {kind}: not JSON: {one_line(str(error), 100)}") from None
-    if not isinstance(body, dict) or body.get("schema") != schema:
+    valid = (schema,) if isinstance(schema, str) else schema
+    if not isinstance(body, dict) or body.get("schema") not in valid:
         found = one_line(repr(body.get("schema")), 40) if isinstance(body, dict) else "no object"
-        raise UsageError(f"{path}: no {kind}: schema {found}, valid: {schema!r}")
+        told = ", ".join(map(repr, valid))
+        raise UsageError(f"{path}: no {kind}: schema {found}, valid: {told}")
     seal = body.pop(_SEAL, None)
     try:
         edited = seal != seal_of(body)

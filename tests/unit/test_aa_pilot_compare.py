@@ -24,11 +24,10 @@ from pytest_dsv41.quality.aa_compare import (
     accumulate,
     compare_starts,
     identical_fault,
-    read_record,
-    seal,
     start_sd_line,
 )
 from pytest_dsv41.quality.bridge import BRIDGE_CELLS, bridge_report
+from pytest_dsv41.quality.sealed import write_sealed
 
 B1, B2 = "seeded-short-b1", "seeded-32k-b2"
 PROMPT = "ab" * 32
@@ -63,23 +62,21 @@ def start(name: str, *, b1: list[float], b2: list[float] | None = None) -> dict[
     if b2 is not None:
         cells[B2] = {"profile": "multi", "pairs": pairs(b2, metric="ms_per_round")}
         known[B2] = definition(B2, 2)
-    return seal(
-        {
-            "schema": START_SCHEMA,
-            "start": name,
-            "utc": "2026-11-01T00:00:00Z",
-            "salt": f"salt-{name}",
-            "definition": {
-                "engine": "vllm",
-                "model": "m",
-                "commit": "c" * 40,
-                "clock_cap_mhz": 2150,
-                "cells": known,
-            },
-            "cells": cells,
-            "bridge": None,
-        }
-    )
+    return {
+        "schema": START_SCHEMA,
+        "start": name,
+        "utc": "2026-11-01T00:00:00Z",
+        "salt": f"salt-{name}",
+        "definition": {
+            "engine": "vllm",
+            "model": "m",
+            "commit": "c" * 40,
+            "clock_cap_mhz": 2150,
+            "cells": known,
+        },
+        "cells": cells,
+        "bridge": None,
+    }
 
 
 FLAT = [100.0] * 6
@@ -116,7 +113,7 @@ def _untold_rounds(pair: dict[str, Any]) -> None:
 def test_one_pair_that_differs_fails_and_forbids_expect_identical(change: Any, reason: str) -> None:
     other = start("B", b1=FLAT)
     change(other["cells"][B1]["pairs"][3])
-    pilot = compare_starts(start("A", b1=FLAT), seal(other))
+    pilot = compare_starts(start("A", b1=FLAT), other)
     assert not pilot["passed"]
     assert pilot["expect_identical"] is False
     assert pilot["reasons"] == [f"{B1}: {reason}"]
@@ -127,7 +124,7 @@ def test_several_requests_at_a_time_are_reported_only() -> None:
     other = start("B", b1=FLAT, b2=[8.0] * 6)
     for pair in other["cells"][B2]["pairs"]:
         _other_output(pair)
-    pilot = compare_starts(start("A", b1=FLAT, b2=[8.0] * 6), seal(other))
+    pilot = compare_starts(start("A", b1=FLAT, b2=[8.0] * 6), other)
     assert pilot["passed"]
     assert pilot["cells"][B2]["outputs_identical"] == 0
     assert pilot["cells"][B2]["rounds_identical"] == 6
@@ -139,7 +136,7 @@ def test_several_requests_at_a_time_are_reported_only() -> None:
 def test_a_refused_cell_at_b1_fails_and_names_the_start_and_the_reason() -> None:
     other = start("B", b1=FLAT)
     other["cells"][B1] = {"profile": "single", "refused": "foreign-request: 3 requests, not 1"}
-    pilot = compare_starts(start("A", b1=FLAT), seal(other))
+    pilot = compare_starts(start("A", b1=FLAT), other)
     assert pilot["reasons"] == [f"{B1}: start B: foreign-request: 3 requests, not 1"]
     assert pilot["diff_cv"] == {}
 
@@ -148,7 +145,7 @@ def test_without_a_cell_at_b1_there_is_nothing_to_pass() -> None:
     a, b = start("A", b1=FLAT, b2=[8.0] * 6), start("B", b1=FLAT, b2=[8.0] * 6)
     for record in (a, b):
         del record["cells"][B1], record["definition"]["cells"][B1]
-    pilot = compare_starts(seal(a), seal(b))
+    pilot = compare_starts(a, b)
     assert pilot["reasons"] == ["no seeded cell with one request at a time was run"]
 
 
@@ -181,7 +178,7 @@ def test_a_metric_needs_three_pairs_and_values_above_zero() -> None:
             del pair["values"]["decode_tok_s"]
         pair["values"]["accepted_per_round"] = {"value": 0.0, "lower_is_better": False}
         b["cells"][B1]["pairs"][index]["values"]["accepted_per_round"] = {"value": 1.0}
-    cell = compare_starts(seal(a), seal(b))["cells"][B1]
+    cell = compare_starts(a, b)["cells"][B1]
     assert cell["series"] == []
     assert cell["missing"] == {
         "decode_tok_s": "2 of 6 pairs have it in both starts",
@@ -205,14 +202,14 @@ def test_starts_of_two_definitions_are_refused_with_the_key() -> None:
             where = where[key]
         where[path[-1]] = value
         with pytest.raises(UsageError, match="not of one definition") as caught:
-            compare_starts(start("A", b1=FLAT), seal(other))
+            compare_starts(start("A", b1=FLAT), other)
         assert told in str(caught.value)
 
 
 def test_a_start_that_does_not_know_its_clock_takes_the_others() -> None:
     other = start("B", b1=FLAT)
     other["definition"]["clock_cap_mhz"] = None
-    assert compare_starts(start("A", b1=FLAT), seal(other))["definition"]["clock_cap_mhz"] == 2150
+    assert compare_starts(start("A", b1=FLAT), other)["definition"]["clock_cap_mhz"] == 2150
 
 
 def test_a_start_is_not_compared_with_itself() -> None:
@@ -221,7 +218,7 @@ def test_a_start_is_not_compared_with_itself() -> None:
         compare_starts(a, a)
     b["salt"] = a["salt"]
     with pytest.raises(UsageError, match="one and the same run"):
-        compare_starts(a, seal(b))
+        compare_starts(a, b)
 
 
 def test_another_cell_or_prompt_is_not_covered() -> None:
@@ -234,25 +231,16 @@ def test_another_cell_or_prompt_is_not_covered() -> None:
     assert "has no cell seeded-x" in str(identical_fault(pilot, {**cell, "name": "seeded-x"}))
 
 
-def test_an_edited_record_is_refused(tmp_path: Path) -> None:
-    other = start("B", b1=FLAT)
-    _other_output(other["cells"][B1]["pairs"][0])
-    pilot = compare_starts(start("A", b1=FLAT), seal(other))
-    path = tmp_path / "pilot.json"
-    path.write_text(json.dumps(pilot))
-    assert read_record(path, PILOT_SCHEMA) == pilot
-    path.write_text(json.dumps({**pilot, "passed": True}))
-    with pytest.raises(UsageError, match="was edited after it was written"):
-        read_record(path, PILOT_SCHEMA)
-    path.write_text(json.dumps(pilot))
-    with pytest.raises(UsageError, match=f"valid here: {START_SCHEMA}"):
-        read_record(path, START_SCHEMA)
-    for text, told in (("{", "is not JSON"), ("[]", "schema None")):
-        path.write_text(text)
-        with pytest.raises(UsageError, match=told):
-            read_record(path, PILOT_SCHEMA)
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_record(tmp_path / "none.json", PILOT_SCHEMA)
+def test_an_edited_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = start("A", b1=FLAT), start("B", b1=OTHER)
+    one, two = written(tmp_path, "a.json", a), written(tmp_path, "b.json", b)
+    table = json.loads(Path(two).read_text())
+    table["cells"][B1]["pairs"][0]["values"]["decode_tok_s"]["value"] = 100.0
+    Path(two).write_text(json.dumps(table))
+    assert main(["aa-pilot", "compare", one, two]) == 4
+    assert "the start was edited" in capsys.readouterr().err
+    assert main(["aa-pilot", "accumulate", one]) == 4
+    assert "no pilot: schema 'dsv41-aa-start-v1'" in capsys.readouterr().err
 
 
 # -- several pilots --------------------------------------------------------------------------------
@@ -263,7 +251,7 @@ def pilot_of(shift: float, tag: str, *, wobble: float = 0.01) -> dict[str, Any]:
     b = start("B", b1=[100.0 * (1 + shift + wobble * (-1) ** n) for n in range(6)])
     for record in (a, b):
         record["salt"] += tag
-    return compare_starts(seal(a), seal(b))
+    return compare_starts(a, b)
 
 
 def test_pilots_are_pooled_by_degrees_of_freedom() -> None:
@@ -301,7 +289,7 @@ def test_pilots_of_two_definitions_are_not_pooled() -> None:
     two = pilot_of(0.01, "2")
     two["definition"]["commit"] = "d" * 40
     with pytest.raises(UsageError, match="pilot 1 and pilot 2 are not of one definition: commit"):
-        accumulate([pilot_of(0.01, "1"), seal(two)])
+        accumulate([pilot_of(0.01, "1"), two])
 
 
 def test_the_line_registers_in_a_window_file() -> None:
@@ -318,9 +306,8 @@ def test_the_line_registers_in_a_window_file() -> None:
 
 
 def written(folder: Path, name: str, record: dict[str, Any]) -> str:
-    path = folder / name
-    path.write_text(json.dumps(record))
-    return str(path)
+    write_sealed(folder / name, record)
+    return str(folder / name)
 
 
 def test_compare_ends_with_0_or_2_and_its_record_feeds_the_filter(
@@ -344,7 +331,7 @@ def test_compare_ends_with_0_or_2_and_its_record_feeds_the_filter(
     assert "never replaced" in capsys.readouterr().err
     other = start("B", b1=OTHER)
     _other_rounds(other["cells"][B1]["pairs"][0])
-    c = written(tmp_path, "c.json", seal(other))
+    c = written(tmp_path, "c.json", other)
     assert main(["aa-pilot", "compare", a, c]) == 2
     assert "expect_identical is forbidden" in capsys.readouterr().out
 
@@ -369,6 +356,7 @@ def test_a_run_without_execute_sends_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["aa-pilot", "run", "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "a.json")]
+    words += ["--subset", "none"]
     assert main([*words, "--start", "A"]) == 0
     out = capsys.readouterr().out
     assert "nothing was sent" in out
@@ -447,7 +435,7 @@ def test_a_server_without_a_drafter_has_no_reading() -> None:
 def test_the_bridge_decides_nothing() -> None:
     a = start("A", b1=FLAT)
     a["bridge"] = {SUMMARY: bridged(SUMMARY, 1.0, "82a1d8a1d7e7")}
-    pilot = compare_starts(seal(a), start("B", b1=FLAT))
+    pilot = compare_starts(a, start("B", b1=FLAT))
     assert pilot["passed"]
     assert pilot["bridge"]["production_changed"] is True
 
