@@ -28,10 +28,10 @@ from .collecting import PLANNED, CellCollector
 from .engines import ENGINES
 from .errors import Dsv41Error, MeasurementFailed, MeasurementRefused, SpecError, StartFailed
 from .errors import UsageError as OurUsageError
-from .lifecycle.finish import refuse_window
+from .lifecycle.finish import ARCHIVE_NAME, refuse_window
 from .lifecycle.record import TargetRecord
 from .lifecycle.session import State, WindowRun, as_arm
-from .measure import METRICS
+from .measure import METRICS, prompt_identity
 from .neighbours import refuse_neighbours
 from .options import option
 from .report.progress import Progress
@@ -39,8 +39,9 @@ from .signals import Signals, StopNow
 from .targets import TARGETS, TargetFactory, name_class, name_factory
 from .text import one_line
 from .window.plan import Plan, PlannedItem, describe_plan, render_plan
+from .window.process_rules import archived, ask
 from .window.spec import WindowSpec, example_names, load_spec
-from .window.summary import Summary
+from .window.summary import ProcessRules, Summary
 
 __all__ = ["WindowPlugin", "list_windows", "register"]
 
@@ -87,6 +88,7 @@ def register(config: pytest.Config) -> None:
             out=option(config, "window_out"),
             campaign=option(config, "window_campaign"),
             report_only=bool(option(config, "window_report_only")),
+            override=option(config, "window_override") or "",
             extra_metrics=tuple(METRICS),
             target_kinds=tuple(targets),
         )
@@ -115,7 +117,10 @@ def _seed(value: object) -> int | None:
     try:
         return int(str(value))
     except ValueError:
-        raise pytest.UsageError(f"window_seed: {value!r} is not a whole number") from None
+        shown = one_line(repr(value), 80)
+        raise pytest.UsageError(
+            f"window_seed: {shown} is not a whole number; valid: 0 to 2147483647"
+        ) from None
 
 
 class WindowPlugin:
@@ -222,20 +227,14 @@ class WindowPlugin:
             + (f", production down for about {_minutes(estimate.down_s)}" if held else "")
         ]
 
-    def _spread(self, cell: str, metric: str) -> float | None:
-        """What one repeat spreads inside a window, where the archive knows it of one definition."""
-        from .archive import archive_spreads
-        from .lifecycle.finish import ARCHIVE_NAME
-
-        path = self.spec.campaign / ARCHIVE_NAME
-        if not path.exists():
-            return None
-        with contextlib.suppress(Dsv41Error, ValueError, OSError):
-            tokens = self.collector.found[cell].cell.max_tokens
-            known = [s for s in archive_spreads(path, cell, metric) if s.max_tokens == tokens]
-            if len(known) == 1:
-                return known[0].cv_within
-        return None
+    def _prompts(self) -> dict[str, str]:
+        """Cell to the prompt identity that it will send; a text that is not there has none yet."""
+        found: dict[str, str] = {}
+        for use in self.spec.cells:
+            with contextlib.suppress(Dsv41Error):
+                sent = self.collector.found[use.name].cell.requests()
+                found[use.name] = prompt_identity([request.prompt_sha256 for request in sent])
+        return found
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -263,16 +262,25 @@ class WindowPlugin:
         plan = self.plan
         assert plan is not None
         live: list[str] | None = None
+        commit = None
+        rules: ProcessRules | None = None
         if self.mode == "live":
             with tempfile.TemporaryDirectory() as nowhere:
-                live = self._new_run(Path(nowhere)).refusals()
+                run = self._new_run(Path(nowhere))
+                live = run.refusals()
+                commit, rules = run.commit, run.process_rules
+        archive = self.spec.campaign / ARCHIVE_NAME
+        spreads = archived(plan, archive, commit=commit, prompts=self._prompts())
+        rules = rules or ask(plan, spreads, campaign=self.spec.campaign)
         if option(self.config, "window_json"):
-            described = describe_plan(plan, spreads=self._spread)
+            described = describe_plan(plan, spreads=spreads)
+            described["process_rules"] = rules.model_dump(mode="json")
             if live is not None:
                 described["refusals"] = live
             self.plan_text = json.dumps(described, indent=2)
         else:
-            self.plan_text = render_plan(plan, spreads=self._spread)
+            self.plan_text = render_plan(plan, spreads=spreads)
+            self.plan_text += "\nbefore it opens:\n" + "".join(f"  {one}\n" for one in rules.lines)
             if live is not None:
                 self.plan_text += "\nlive probes: " + (
                     "\n".join(f"would be REFUSED: {why}" for why in live)
@@ -295,6 +303,7 @@ class WindowPlugin:
             on_state=self._show,
             rules=rules,
             report_only=bool(option(self.config, "window_report_only")),
+            prompts=self._prompts(),
         )
 
     def _open(self, session: pytest.Session) -> None:
@@ -306,7 +315,7 @@ class WindowPlugin:
         try:
             self.run.open()
         except BaseException as error:
-            reason = one_line(str(error) or type(error).__name__)
+            reason = one_line(str(error) or type(error).__name__, 2000)
             session.items.clear()
             if not self.run.opened:
                 self._refuse(error, reason)
@@ -349,7 +358,8 @@ class WindowPlugin:
         if self.config.getoption("xmlpath", None):
             # A JUnit file of the user's own names the reason; the terminal says it once, below.
             self._report(_OPEN, "failed", f"REFUSED: {reason}")
-        self.summary = refuse_window(self.folder, self.plan, self._record(), reason)
+        rules = self.run.process_rules if self.run else None
+        self.summary = refuse_window(self.folder, self.plan, self._record(), reason, rules)
         self._views()
 
     def _deadline_reached(self) -> None:

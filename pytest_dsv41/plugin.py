@@ -54,8 +54,17 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "bool",
     ),
     (
+        "window-override",
+        {
+            "metavar": "REASON",
+            "help": "open the window although the window cap or the resolution filter refuses it; "
+            "the reason is recorded",
+        },
+        "string",
+    ),
+    (
         "window-seed",
-        {"type": int, "metavar": "N", "help": "the seed of everything random"},
+        {"metavar": "N", "help": "the seed of everything random, 0 to 2147483647"},
         "string",
     ),
     (

@@ -9,7 +9,15 @@ from .excess import excess_p, least_losing_count, mean_ceiling
 from .moderated import Prior, fit_prior, moderated_advice, widened_aa_advice
 from .pairs import decide_paired_cell, decide_paired_window, report_paired_window
 from .repeats import decide_cell, decide_window, report_window
-from .resolution import Resolution, half_width, least_design, parse_design, pooled_cv, queue
+from .resolution import (
+    Resolution,
+    half_width,
+    least_design,
+    parse_design,
+    pooled_cv,
+    queue,
+    spread_metric,
+)
 from .result import Advice, CellResult, Decision, Group, SeriesResult
 from .seeded import SeededSeries, seeded_series
 from .series import ORIENTATION, Refused, Series, metric_label, prompt_identity
@@ -48,5 +56,6 @@ __all__ = [
     "report_window",
     "seeded_series",
     "sign_flip",
+    "spread_metric",
     "widened_aa_advice",
 ]

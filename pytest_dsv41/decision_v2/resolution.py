@@ -6,6 +6,11 @@
 
 `cv` is the within-window coefficient of variation of one repeat, pooled over windows of one
 definition (`pooled_cv`); `diff_cv` the measured one of paired differences. All are fractions.
+
+`drift` (**ours**) is what more pairs of the same starts do not shrink, start_sd · √(1 + 1/k) of
+RULES section 2: where it is registered the interval will have it, so the half-width has it too,
+t · √(dcv²/N + drift²). Seeded decode tok/s has no spread of its own to estimate from: the seeds'
+luck cancels in the pairs, so the estimate is that of ms per round (`spread_metric`).
 """
 
 from __future__ import annotations
@@ -20,7 +25,15 @@ from typing import Any
 from .kernel import t975
 from .series import Refused
 
-__all__ = ["Resolution", "half_width", "least_design", "parse_design", "pooled_cv", "queue"]
+__all__ = [
+    "Resolution",
+    "half_width",
+    "least_design",
+    "parse_design",
+    "pooled_cv",
+    "queue",
+    "spread_metric",
+]
 
 QUEUE, REFUSE, NOT_JUDGED = "QUEUE", "REFUSE", "NOT JUDGED"
 
@@ -84,11 +97,23 @@ def pooled_cv(windows: Iterable[tuple[int, float]]) -> float | None:
     return math.sqrt(total / weight) if weight else None
 
 
-def half_width(design: str, *, cv: float | None = None, diff_cv: float | None = None) -> float:
+def spread_metric(design: str, metric: str) -> str:
+    """The metric whose CV of one repeat estimates the pairs of `design` where nobody measured them.
+
+    It is the metric itself, but for seeded decode tok/s: ms per round (WIN2 "Process rules as
+    code" item 3).
+    """
+    seeded = design.partition(":")[0] == "seeded"
+    return "ms_per_round" if seeded and metric == "decode_tok_s" else metric
+
+
+def half_width(
+    design: str, *, cv: float | None = None, diff_cv: float | None = None, drift: float = 0.0
+) -> float:
     """Half the 95 % interval that `design` can be expected to give, as a fraction.
 
-    Paired and seeded designs take `diff_cv` if it is given, else √2 · `cv`; unpaired ones `cv`.
-    Raises `Refused` without the spread it needs.
+    Paired and seeded designs take `diff_cv` if it is given, else √2 · `cv`, and `drift`; unpaired
+    ones `cv`. Raises `Refused` without the spread it needs.
     """
     kind, nc, nx = parse_design(design)
     if kind == "unpaired":
@@ -101,7 +126,7 @@ def half_width(design: str, *, cv: float | None = None, diff_cv: float | None = 
         spread = math.sqrt(2) * _spread("cv", cv)
     else:
         raise Refused(f"design {design!r} needs diff_cv or the cv of one repeat")
-    return t975(nx - 1) * spread / math.sqrt(nx)
+    return t975(nx - 1) * math.hypot(spread / math.sqrt(nx), _spread("drift", drift))
 
 
 def least_design(
@@ -110,6 +135,7 @@ def least_design(
     *,
     cv: float | None = None,
     diff_cv: float | None = None,
+    drift: float = 0.0,
     most: int = MOST_REPEATS,
 ) -> str | None:
     """The smallest design of `kind` (pairs, seeded, unpaired) that would queue, or None.
@@ -119,7 +145,7 @@ def least_design(
     first = 6 if kind == "seeded" else 3
     for n in range(first, most + 1):
         design = f"unpaired:{n + 1}v{n}" if kind == "unpaired" else f"{kind}:{n}"
-        if expected_gain >= 2 * half_width(design, cv=cv, diff_cv=diff_cv):
+        if expected_gain >= 2 * half_width(design, cv=cv, diff_cv=diff_cv, drift=drift):
             return design
     return None
 
@@ -130,6 +156,7 @@ def queue(
     *,
     cv: float | None = None,
     diff_cv: float | None = None,
+    drift: float = 0.0,
 ) -> Resolution:
     """Whether a window of this design is worth its time for the gain it expects.
 
@@ -143,8 +170,8 @@ def queue(
     if cv is None and (kind == "unpaired" or diff_cv is None):
         reason = "not judged: no spread is known for this definition"
         return Resolution(NOT_JUDGED, design, gain, None, None, None, reason)
-    half = half_width(design, cv=cv, diff_cv=diff_cv)
-    least = least_design(kind, gain, cv=cv, diff_cv=diff_cv)
+    half = half_width(design, cv=cv, diff_cv=diff_cv, drift=drift)
+    least = least_design(kind, gain, cv=cv, diff_cv=diff_cv, drift=drift)
     told = f"{design} resolves ±{100 * half:.3f} %"
     if gain >= 2 * half:
         verdict, reason = QUEUE, f"{told}; {100 * gain:g} % is at least twice that"

@@ -29,6 +29,7 @@ from ..window.summary import (
     ArchiveHead,
     ArchiveUse,
     ArmInfo,
+    ProcessRules,
     Promotion,
     Restore,
     Spread,
@@ -115,6 +116,10 @@ def finish_window(
         campaign = shlex.quote(record.campaign)
         alerts.append(f"next: dsv41 {closed.next_command} --campaign {campaign}")
     restore = closed.restore
+    asked = _process_rules(lines)
+    notes = [*outcome.notes, *_seam_note(closed)]
+    if asked is not None and asked.override:
+        notes += [f"opened by override ({asked.override}) although {why}" for why in asked.refusals]
     summary = Summary(
         window=_window(folder, plan),
         status=status,
@@ -130,6 +135,7 @@ def finish_window(
         promotion=_promotion(outcome, code),
         incomplete=tuple(incomplete),
         stopped=stopped,
+        process_rules=asked,
         restore=Restore(
             status=restore.get("status", RESTORE_FAILED),
             answers_identical=restore.get("answers_identical"),
@@ -143,7 +149,7 @@ def finish_window(
         spreads=spreads,
         alerts=tuple(alerts),
         software=_software(),
-        notes=(*outcome.notes, *_seam_note(closed)),
+        notes=tuple(notes),
         advisory={
             **_advisory(plan, values, rules or {}),
             **{name: tuple(lines) for name, lines in outcome.advisory.items()},
@@ -160,7 +166,13 @@ def _seam_note(closed: CloseResult) -> tuple[str, ...]:
     return (f"the measurement in the restore's seam: {closed.seam}",)
 
 
-def refuse_window(folder: Path, plan: Plan, record: TargetRecord, reason: str) -> Summary:
+def refuse_window(
+    folder: Path,
+    plan: Plan,
+    record: TargetRecord,
+    reason: str,
+    process_rules: ProcessRules | None = None,
+) -> Summary:
     """Write the files of a window that was refused before it touched anything."""
     write_atomic(folder / "plan.json", dump_json(plan.to_json()) + "\n")
     summary = Summary(
@@ -173,11 +185,20 @@ def refuse_window(folder: Path, plan: Plan, record: TargetRecord, reason: str) -
         arms=_arms(plan),
         decision_cells=plan.window.decision_cells,
         stopped=reason,
+        process_rules=process_rules,
         restore=Restore(status=RESTORE_NOT_NEEDED),
         software=_software(),
     )
     write_summary(folder, summary)
     return summary
+
+
+def _process_rules(lines: Sequence[Mapping[str, Any]]) -> ProcessRules | None:
+    """What was asked before the window opened, as its journal has it."""
+    for line in lines:
+        if line.get("step") == "window" and isinstance(line.get("process_rules"), dict):
+            return ProcessRules.model_validate(line["process_rules"])
+    return None
 
 
 def _window(folder: Path, plan: Plan) -> WindowInfo:

@@ -33,7 +33,8 @@ from ..targets import Arm, Started, Target, TargetFactory, name_factory
 from ..text import one_line
 from ..window.advice import freeze_prior
 from ..window.plan import Plan, PlannedItem
-from ..window.summary import Summary
+from ..window.process_rules import archived, ask, refusal
+from ..window.summary import ProcessRules, Summary
 from .closing import CloseResult, close_window
 from .finish import ARCHIVE_NAME, Rule, finish_window
 from .hold import Hold, HoldState
@@ -83,6 +84,7 @@ class WindowRun:
         on_state: Callable[[State], None] = lambda _state: None,
         rules: Mapping[str, Rule] | None = None,
         report_only: bool = False,
+        prompts: Mapping[str, str] | None = None,
     ) -> None:
         self.plan = plan
         self.folder = folder
@@ -96,6 +98,7 @@ class WindowRun:
         self.started: Started | None = None
         self.opened = False
         self.refused: str | None = None
+        self.process_rules: ProcessRules | None = None
         self.broken: dict[str, str] = {}
         self.seam: Seam | None = None
         """What the session does in the restore's seam; it counts only where one was planned."""
@@ -105,6 +108,7 @@ class WindowRun:
         self._on_state = on_state
         self._rules = rules
         self._report_only = report_only
+        self._prompts = prompts
         self._current: str | None = None
         self._keeper: KeeperHandle | None = None
         self._closing = False
@@ -137,6 +141,11 @@ class WindowRun:
             time.sleep(seconds)
         elif self.stop_event.wait(seconds):
             raise WindowStopped(self.stop_reason or "stopped")
+
+    @property
+    def commit(self) -> str:
+        """Production's commit; empty until the target was built."""
+        return self._record.commit
 
     def seconds_left(self) -> float:
         """Seconds until the window's deadline."""
@@ -176,7 +185,7 @@ class WindowRun:
         try:
             self._admit()
         except BaseException as error:
-            self.refused = one_line(str(error) or type(error).__name__)
+            self.refused = one_line(str(error) or type(error).__name__, 2000)
             self.lease.release()
             raise
         self.opened = True
@@ -195,7 +204,16 @@ class WindowRun:
         held = Lease(self.campaign).held_by()
         found = [f"another command works on this campaign: {held}"] if held else []
         self._build()
-        return found + self._world_refusals()
+        refused = self._ask()
+        return found + ([refused] if refused else []) + self._world_refusals()
+
+    def _ask(self) -> str | None:
+        """Ask the window cap and the resolution filter: why they refuse. Reads files only."""
+        archive = self.campaign / ARCHIVE_NAME
+        commit = self._record.commit
+        spreads = archived(self.plan, archive, commit=commit, prompts=self._prompts)
+        self.process_rules = ask(self.plan, spreads, campaign=self.campaign)
+        return refusal(self.process_rules, self.plan, campaign=self.campaign)
 
     def _build(self) -> None:
         """Build the target with what it chooses once a window."""
@@ -209,6 +227,9 @@ class WindowRun:
     def _admit(self) -> None:
         """Read the facts and refuse; writes nothing outside the window's own folder."""
         self._build()
+        refused = self._ask()
+        if refused is not None:
+            raise RefusedByWorld(refused)
         for reason in self._world_refusals():
             raise RefusedByWorld(reason)
         self._write_facts()
@@ -255,8 +276,14 @@ class WindowRun:
             archive=self.campaign / ARCHIVE_NAME,
             commit=self._record.commit,
         )
+        rules = self.process_rules
         self.journal.note(
-            "window", "begin", id=self.plan.window_id, epoch=self.lease.epoch, **sealed
+            "window",
+            "begin",
+            id=self.plan.window_id,
+            epoch=self.lease.epoch,
+            process_rules=rules.model_dump(mode="json") if rules else None,
+            **sealed,
         )
 
     def _take_down(self) -> None:

@@ -84,6 +84,15 @@ def _properties(files: WindowFiles) -> list[tuple[str, str]]:
             head = getattr(summary.archive, when, None)
             if head is not None:
                 pairs.append((f"archive_head_{when}", f"{head.rows} {head.sha256 or ''}".strip()))
+        if summary.process_rules:
+            asked = summary.process_rules
+            cap = asked.window_cap
+            pairs.append(("window_cap", f"{cap.answer}: {cap.reason}"))
+            pairs += [
+                (f"resolution.{one.cell}.{one.arm}", f"{one.answer}: {one.reason}")
+                for one in asked.resolution
+            ]
+            pairs.append(("override", asked.override or ""))
         pairs += [
             (f"decision.{arm}", decision.get("verdict", ""))
             for arm, decision in summary.decisions.items()

@@ -93,6 +93,7 @@ def check_deciding(spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]]) -> 
     if deciding and deciding[0][2]:
         _check_pairs(spec, deciding[0][1].name)
     _check_start_sd(spec, cells)
+    _check_diff_cv(spec, cells)
 
 
 def _roles(spec: WindowSpec) -> list[str]:
@@ -152,4 +153,22 @@ def _check_start_sd(spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]]) ->
             raise spec.error(
                 ("window", "start_sd", given),
                 f"no primary or guard of a seeded cell{choices(given, known)}",
+            )
+
+
+def _check_diff_cv(spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]]) -> None:
+    known = [
+        f"{use.name}/{use.primary}"
+        for use in spec.cells
+        if use.primary and (spec.pairing != "none" or in_pairs(spec, cells[use.name]))
+    ]
+    for given in spec.diff_cv:
+        if not known:
+            raise spec.error(
+                ("window", "diff_cv"), "belongs to pairs, which this window does not have"
+            )
+        if given not in known:
+            raise spec.error(
+                ("window", "diff_cv", given),
+                f"no primary of a cell in pairs{choices(given, known)}",
             )

@@ -24,13 +24,35 @@ from .schedule import Start, layout
 from .source import choices, shown
 from .spec import WindowSpec
 
-__all__ = ["Estimate", "Plan", "PlannedItem", "describe_plan", "make_plan", "render_plan"]
+__all__ = [
+    "Estimate",
+    "KnownSpread",
+    "Plan",
+    "PlannedItem",
+    "Spreads",
+    "describe_plan",
+    "designs",
+    "make_plan",
+    "render_plan",
+    "spread_of",
+]
 
 SCHEMA = "dsv41-plan-v1"
 WIDTH = 100
 
-Spreads = Callable[[str, str], float | None]
-"""The archive's spread of one repeat (a fraction) of a cell and metric, None when not known."""
+
+@dataclasses.dataclass(frozen=True)
+class KnownSpread:
+    """The CV of one repeat (a fraction) that the archive knows of one definition, or why none."""
+
+    cv: float | None = None
+    why: str = ""
+    several: bool = False
+    """Whether it is not known because rows of several definitions would fit."""
+
+
+Spreads = Callable[[str, str], KnownSpread]
+"""What the archive knows of a cell and metric."""
 
 _ADVISED_CONTROLS = 4
 """Control repeats advised when unpaired (WIN2, "When to pair")."""
@@ -247,6 +269,9 @@ _NOT_THE_RESULT = (
     "variables",
     "seed",
     "start_estimate_s",
+    "diff_cv",
+    "clock_cap_mhz",
+    "override",
 )
 
 
@@ -310,28 +335,68 @@ def _estimate(
 # -- what the plan can show -----------------------------------------------------------------------
 
 
-def _designs(plan: Plan, spreads: Spreads | None) -> list[dict[str, Any]]:
-    """Each cell and candidate arm: its design, least p, half-width and what to know about it."""
+def designs(plan: Plan, spreads: Spreads | None = None) -> list[dict[str, Any]]:
+    """Each cell and candidate arm: its design, least p, half-width and what to know about it.
+
+    `archive_cv` is the CV of one repeat that the half-width is estimated from; `diff_cv` the
+    registered CV of paired differences, which goes before it.
+    """
     window = plan.window
-    rows: list[dict[str, Any]] = []
-    for use in window.cells:
-        for arm in window.candidates:
-            rows.append(_design(plan, use.name, arm.name, spreads))
-    return rows
+    return [
+        _design(plan, use.name, arm.name, spreads)
+        for use in window.cells
+        for arm in window.candidates
+    ]
 
 
 def _design(plan: Plan, cell: str, arm: str, spreads: Spreads | None) -> dict[str, Any]:
-    if in_pairs(plan.window, plan.cells[cell]):
-        return _seeded_design(plan, cell, arm, spreads)
+    # numpy and scipy are loaded only when a plan needs them.
+    from ..decision_v2 import half_width, spread_metric
+
     window = plan.window
-    use = window.cell(cell)
+    seeded = in_pairs(window, plan.cells[cell])
+    row = _of_pairs(plan, cell) if seeded else _of_repeats(plan, cell, arm)
+    primary = plan.primary(cell)
+    estimated_from = spread_metric(row["design"], primary)
+    known = spreads(cell, estimated_from) if spreads else KnownSpread()
+    diff_cv = window.diff_cv.get(f"{cell}/{primary}") if row["paired"] else None
+    if known.several and diff_cv is None:
+        row["notes"].append(f"no spread is taken from the archive: {known.why}")
+    least = min(row["control_repeats"], row["candidate_repeats"])
+    sees = (known.cv is not None or diff_cv is not None) and least >= 2
+    return {
+        "cell": cell,
+        "arm": arm,
+        "decision": window.cell(cell).decision,
+        "profile": plan.profile(cell),
+        "primary": primary,
+        "guards": list(window.cell(cell).guards),
+        "archive_cv": known.cv,
+        "archive_metric": estimated_from,
+        "archive_unknown": known.why or None,
+        "diff_cv": diff_cv,
+        "expected_gain": window.cell(cell).expected_gain,
+        **row,
+        "half_width": half_width(row["design"], **spread_of(row, known.cv, diff_cv))
+        if sees
+        else None,
+    }
+
+
+def spread_of(row: Mapping[str, Any], cv: float | None, diff_cv: float | None) -> dict[str, Any]:
+    """The spread arguments of `decision_v2`'s filter for a row of `designs`."""
+    if row["bracket"] and diff_cv is None and cv is not None:
+        # The mean of two control values has half their variance: 1 + 1/2 instead of 1 + 1.
+        diff_cv = 1.5**0.5 * cv
+    return {"cv": cv, "diff_cv": diff_cv, "drift": row["drift"]}
+
+
+def _of_repeats(plan: Plan, cell: str, arm: str) -> dict[str, Any]:
+    window = plan.window
     places = layout(plan, cell, arm)
     controls, candidates = len(places.control), len(places.candidate)
-    design = f"pairs:{candidates}" if places.paired else f"unpaired:{controls}v{candidates}"
-    primary = plan.primary(cell)
-    cv = spreads(cell, primary) if spreads else None
     notes: list[str] = []
-    if not places.paired and controls < _ADVISED_CONTROLS and use.decision:
+    if not places.paired and controls < _ADVISED_CONTROLS and window.cell(cell).decision:
         notes.append(_few_controls(controls, candidates))
     if places.paired:
         ids = [item for group in places.control for item in group]
@@ -340,36 +405,25 @@ def _design(plan: Plan, cell: str, arm: str, spreads: Spreads | None) -> dict[st
                 "a control start stands in two brackets: their pairs share its values, so the "
                 "interval comes out a little too narrow"
             )
-    half = None
-    if cv is not None and min(controls, candidates) >= 2:
-        half = _half_width(design, cv, bracket=window.pairing == "bracket")
     return {
-        "cell": cell,
-        "arm": arm,
-        "decision": use.decision,
-        "profile": plan.profile(cell),
-        "primary": primary,
-        "guards": list(use.guards),
-        "design": design,
+        "design": f"pairs:{candidates}" if places.paired else f"unpaired:{controls}v{candidates}",
         "paired": places.paired,
+        "bracket": window.pairing == "bracket",
+        "drift": 0.0,
         "control_repeats": controls,
         "candidate_repeats": candidates,
         "least_p": 2.0 ** (1 - candidates) if places.paired else None,
-        "archive_cv": cv,
-        "half_width": half,
-        "expected_gain": use.expected_gain,
         "notes": notes,
     }
 
 
-def _seeded_design(plan: Plan, cell: str, arm: str, spreads: Spreads | None) -> dict[str, Any]:
+def _of_pairs(plan: Plan, cell: str) -> dict[str, Any]:
     window = plan.window
     use = window.cell(cell)
     pairs = window.repeats_of(plan.starts[0].name)
     controls = len(plan.starts) - 1
     primary = plan.primary(cell)
     start_sd = window.start_sd.get(f"{cell}/{primary}")
-    cv = spreads(cell, primary) if spreads else None
     notes: list[str] = []
     if use.decision and controls == 1:
         notes.append(_NO_AA)
@@ -382,28 +436,23 @@ def _seeded_design(plan: Plan, cell: str, arm: str, spreads: Spreads | None) -> 
     # Between-start spread does not shrink with more pairs of the same starts.
     drift = 0.0 if start_sd is None else start_sd * (1 + 1 / controls) ** 0.5
     if drift and pairs >= 2:
-        floor = _paired_half(pairs, 0.0, drift)
+        from ..decision_v2 import half_width
+
+        floor = half_width(f"seeded:{pairs}", diff_cv=0.0, drift=drift)
         notes.append(
             f"the registered start_sd of {100 * (start_sd or 0):g} % alone holds the interval at "
             f"±{100 * floor:.2f} %, whatever the number of pairs adds"
         )
     return {
-        "cell": cell,
-        "arm": arm,
-        "decision": use.decision,
-        "profile": plan.profile(cell),
-        "primary": primary,
-        "guards": list(use.guards),
         "design": f"seeded:{pairs}",
         "paired": True,
+        "bracket": False,
+        "drift": drift,
         "control_repeats": pairs * controls,
         "candidate_repeats": pairs,
         "built_in_aa": controls == 2,
         "start_sd": start_sd,
         "least_p": 2.0 ** (1 - pairs),
-        "archive_cv": cv,
-        "half_width": None if cv is None or pairs < 2 else _paired_half(pairs, cv, drift),
-        "expected_gain": use.expected_gain,
         "notes": notes,
     }
 
@@ -423,23 +472,6 @@ def _unregistered(metrics: Sequence[str], *, built_in_aa: bool) -> str:
     if built_in_aa:
         said += "; at 1 % about 5 % false WIN and 10 % false LOSS"
     return said
-
-
-def _paired_half(pairs: int, cv: float, drift: float) -> float:
-    """t · √(dcv²/n + drift²), dcv = √2 · cv: the seeded interval as a design's half-width."""
-    from ..decision_v2 import half_width
-
-    return half_width(f"seeded:{pairs}", diff_cv=(2 * cv**2 + pairs * drift**2) ** 0.5)
-
-
-def _half_width(design: str, cv: float, *, bracket: bool) -> float:
-    # numpy and scipy are loaded only when a plan needs them.
-    from ..decision_v2 import half_width
-
-    if bracket:
-        # The mean of two control values has half their variance: 1 + 1/2 instead of 1 + 1.
-        return half_width(design, diff_cv=1.5**0.5 * cv)
-    return half_width(design, cv=cv)
 
 
 def _few_controls(controls: int, candidates: int) -> str:
@@ -467,7 +499,7 @@ def describe_plan(plan: Plan, *, spreads: Spreads | None = None) -> dict[str, An
             "production_down": round(estimate.down_s / 60, 2),
             "deadline": round(estimate.window_s / 60, 2),
         },
-        "designs": _designs(plan, spreads),
+        "designs": designs(plan, spreads),
     }
 
 
@@ -500,7 +532,7 @@ def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
         lines += _wrapped(f"primary {plan.primary(use.name)}, guards {guards}", "    ")
     if window.candidates:
         lines += ["", "what the repeats can show:"]
-        for row in _designs(plan, spreads):
+        for row in designs(plan, spreads):
             lines += _design_lines(row, alone=len(window.candidates) == 1)
     registered = {MODERATED: window.advice.moderated, WIDENED: window.advice.widened_aa}
     if advice := [name for name, given in registered.items() if given]:
@@ -555,10 +587,13 @@ def _design_lines(row: Mapping[str, Any], *, alone: bool) -> list[str]:
             "candidate repeats, unpaired"
         )
     if row["half_width"] is not None:
-        text += (
-            f"; resolves {row['primary']} to ±{100 * row['half_width']:.2f} % "
-            f"(archive spread {100 * row['archive_cv']:.2f} %)"
-        )
+        text += f"; resolves {row['primary']} to ±{100 * row['half_width']:.2f} % "
+        if row["diff_cv"] is not None:
+            text += f"(registered spread of pairs {100 * row['diff_cv']:.2f} %)"
+        else:
+            other = row["archive_metric"]
+            of = f" of {other}" if other != row["primary"] else ""
+            text += f"(archive spread{of} {100 * row['archive_cv']:.2f} %)"
         gain = row["expected_gain"]
         if gain is not None and gain < 2 * row["half_width"]:
             text += f"; the expected gain of {100 * gain:g} % is less than twice that"

@@ -105,6 +105,12 @@ def _fraction(value: float) -> float:
     return value
 
 
+def _megahertz(value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{value} is no clock cap; valid: MHz above 0, 1 where none is set")
+    return value
+
+
 def _seed(value: int) -> int:
     if not 0 <= value <= _MAX_SEED:
         raise ValueError(f"{value} is out of range; valid: 0 to {_MAX_SEED}")
@@ -211,7 +217,13 @@ class WindowSpec(_Frozen):
     by_profile: bool
     start_sd: dict[str, float] = Field(default_factory=dict)
     """Registered between-start SD (a fraction) of seeded pairs, by `<cell>/<metric>`."""
+    diff_cv: dict[str, float] = Field(default_factory=dict)
+    """Registered CV of paired differences (a fraction), by `<cell>/<primary>`."""
+    clock_cap_mhz: int | None = None
+    """The clock cap that the starts will have: it picks the archive's definition."""
     report_only: bool
+    override: str = ""
+    """Why the window is opened although a process rule refuses it; empty: it is not."""
     limits: Limits
     advice: AdviceUse = AdviceUse()
     target: TargetTable
@@ -296,6 +308,8 @@ class _Window(_Table):
     interleave: bool = False
     by_profile: bool = False
     start_sd: dict[str, _Fraction] = Field(default_factory=dict)
+    diff_cv: dict[str, _Fraction] = Field(default_factory=dict)
+    clock_cap_mhz: Annotated[int, AfterValidator(_megahertz)] | None = None
     seed: Annotated[int, AfterValidator(_seed)] | None = None
     out: _Folder = "dsv41-windows"
     campaign: _Folder | None = None
@@ -422,6 +436,7 @@ def load_spec(
     out: str | Path | None = None,
     campaign: str | Path | None = None,
     report_only: bool = False,
+    override: str = "",
     extra_metrics: Collection[str] = (),
     target_kinds: Collection[str] = ("local", "endpoints"),
     environ: Mapping[str, str] | None = None,
@@ -435,6 +450,7 @@ def load_spec(
         out: wins over the file's out folder (and over its campaign folder's default).
         campaign: wins over the file's campaign folder.
         report_only: the window is measured and reported, and decides nothing.
+        override: why the window is opened although a process rule refuses it.
         extra_metrics: metric names that plugins add to the registry's.
         target_kinds: the kinds of target that are registered.
         environ: the environment; `os.environ` when None.
@@ -452,7 +468,7 @@ def load_spec(
         target_kinds=tuple(target_kinds),
         given=dict(variables or {}),
         environ=os.environ if environ is None else environ,
-    ).read(seed=seed, out=out, campaign=campaign, report_only=report_only)
+    ).read(seed=seed, out=out, campaign=campaign, report_only=report_only, override=override)
 
 
 def _find(where: str | Path) -> tuple[Path, str]:
@@ -503,6 +519,7 @@ class _Reader:
         out: str | Path | None,
         campaign: str | Path | None,
         report_only: bool,
+        override: str,
     ) -> WindowSpec:
         values, source = self._values, self._source
         _check_top(values, _TOP, source)
@@ -563,7 +580,10 @@ class _Reader:
             interleave=window.interleave,
             by_profile=window.by_profile,
             start_sd=window.start_sd,
+            diff_cv=window.diff_cv,
+            clock_cap_mhz=window.clock_cap_mhz,
             report_only=report_only,
+            override=self._reason(override),
             limits=Limits(**limits.model_dump()),
             advice=AdviceUse(**advice.model_dump()),
             target=target,
@@ -585,6 +605,12 @@ class _Reader:
             return _seed(seed)
         except ValueError as error:
             raise SpecError(f"seed: {error}") from None
+
+    def _reason(self, text: str) -> str:
+        try:
+            return _text(text) if text else ""
+        except ValueError as error:
+            raise SpecError(f"window_override: {error}") from None
 
     # -- tables ------------------------------------------------------------------------------------
 

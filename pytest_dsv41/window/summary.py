@@ -42,8 +42,11 @@ __all__ = [
     "ArchiveHead",
     "ArchiveUse",
     "ArmInfo",
+    "CellResolution",
+    "ProcessRules",
     "Promotion",
     "Restore",
+    "RuleAnswer",
     "Spread",
     "StartInfo",
     "Status",
@@ -230,6 +233,71 @@ class Spread(_Part):
     )
 
 
+class RuleAnswer(_Part):
+    """A process rule's answer."""
+
+    answer: str = Field(
+        description="ALLOW, QUEUE, NOT JUDGED or REFUSE.", examples=["ALLOW", "QUEUE", "REFUSE"]
+    )
+    reason: str = Field(default="", description="Why, in one line.")
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the window must not open."""
+        return self.answer == "REFUSE"
+
+
+class CellResolution(RuleAnswer):
+    """The resolution filter's answer for one decision cell and candidate arm."""
+
+    cell: str = Field(description="The decision cell.")
+    arm: str = Field(description="The candidate arm.")
+    metric: str = Field(description="The cell's primary metric.")
+    design: str = Field(description="pairs:N, seeded:N or unpaired:AvB.")
+    expected_gain: _Fraction | None = Field(
+        default=None, description="The gain that the window file expects, a fraction."
+    )
+    half_width: _Fraction | None = Field(
+        default=None, description="What the design can resolve, a fraction; null: not known."
+    )
+    least_design: str | None = Field(
+        default=None, description="The smallest design of the same kind that would queue."
+    )
+
+    @property
+    def named(self) -> str:
+        """Cell, metric and arm, as a line begins."""
+        return f"{self.cell}/{self.metric}, arm {self.arm}"
+
+
+class ProcessRules(_Part):
+    """What was asked before the window opened (WIN2 "Process rules as code")."""
+
+    window_cap: RuleAnswer = Field(description="The two-window cap.")
+    resolution: tuple[CellResolution, ...] = Field(
+        default=(), description="The resolution filter, for each decision cell and candidate arm."
+    )
+    override: str | None = Field(
+        default=None, description="Why the window was opened although a rule refused; null: none."
+    )
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why the window must not open, one line each; an override does not empty it."""
+        found = [f"window cap: {self.window_cap.reason}"] if self.window_cap.refuses else []
+        return found + [
+            f"resolution: {cell.named}: {cell.reason}" for cell in self.resolution if cell.refuses
+        ]
+
+    @property
+    def lines(self) -> list[str]:
+        """Every answer, one line each."""
+        cap = self.window_cap
+        found = [f"window cap: {cap.answer}: {cap.reason}"]
+        found += [f"resolution: {one.named}: {one.answer}: {one.reason}" for one in self.resolution]
+        return found + ([f"overridden: {self.override}"] if self.override else [])
+
+
 class Summary(_Part):
     """One window, as it ended. `schema_name` is the key `schema` of the file."""
 
@@ -275,6 +343,10 @@ class Summary(_Part):
     )
     stopped: str | None = Field(
         default=None, description="Why the window ended early or was refused; null: it did not."
+    )
+    process_rules: ProcessRules | None = Field(
+        default=None,
+        description="What the window cap and the resolution filter said; null: not asked.",
     )
     restore: Restore = Field(description="How production came back.")
     watch: Watch = Field(

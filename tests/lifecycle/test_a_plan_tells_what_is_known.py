@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from pytest_dsv41.archive import archive_append
 from pytest_dsv41.decision_v2 import half_width
+from pytest_dsv41.measure.corpus import find_prompt
 
 from .running import command, environment
 
@@ -42,7 +44,8 @@ def archive(campaign: Path, **changes: object) -> None:
                 "date": "20261101",
                 "start": "K1",
                 "repeat": repeat,
-                "prompt_sha256": "b" * 64,
+                # The one prompt that the cell sends.
+                "prompt_sha256": hashlib.sha256(find_prompt("demo-1").text.encode()).hexdigest(),
                 **changes,
             }
             for number, mean in enumerate((2.0, 2.2))
@@ -63,6 +66,8 @@ def test_the_half_width_is_that_of_repeats_inside_a_window(tmp_path: Path) -> No
     archive(tmp_path, commit="c" * 40)
     (design,) = json.loads(plan(tmp_path, "--window-plan", "--json").stdout)["designs"]
     assert (design["archive_cv"], design["half_width"]) == (None, None)
+    (note,) = design["notes"]
+    assert "rows of 2 definitions are never pooled; pick one by commit" in note
 
 
 @pytest.mark.parametrize("held", [False, True])

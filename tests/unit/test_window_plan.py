@@ -13,7 +13,7 @@ from scipy import stats
 from window_values import CELLS, plan_of, window_text
 
 from pytest_dsv41.errors import SpecError, UsageError
-from pytest_dsv41.window.plan import Plan, describe_plan, make_plan, render_plan
+from pytest_dsv41.window.plan import KnownSpread, Plan, describe_plan, make_plan, render_plan
 from pytest_dsv41.window.spec import example_names, load_spec
 
 
@@ -163,7 +163,7 @@ def test_a_limit_of_the_window_wins_over_the_computed_one(tmp_path: Path) -> Non
 
 
 def design(plan: Plan, cv: float | None = None, cell: str = "decode-b1") -> dict[str, Any]:
-    rows = describe_plan(plan, spreads=lambda _cell, _metric: cv)["designs"]
+    rows = describe_plan(plan, spreads=lambda _cell, _metric: KnownSpread(cv))["designs"]
     found: dict[str, Any] = next(row for row in rows if row["cell"] == cell)
     return found
 
@@ -208,7 +208,7 @@ def test_a_shared_bracket_is_named(tmp_path: Path) -> None:
 
 
 def test_the_printed_plan_is_plain_and_names_what_runs(tmp_path: Path) -> None:
-    text = render_plan(plan_of(tmp_path), spreads=lambda _cell, _metric: 0.0255)
+    text = render_plan(plan_of(tmp_path), spreads=lambda _cell, _metric: KnownSpread(0.0255))
     assert max(map(len, text.splitlines())) <= 100
     assert text.endswith("\n")
     assert "\x1b" not in text

@@ -14,7 +14,7 @@ from window_values import CELLS, plan_of, values_of, window_text
 from pytest_dsv41.errors import SpecError
 from pytest_dsv41.report.model import decision_rows, pairs_text
 from pytest_dsv41.report.terminal import render_decision
-from pytest_dsv41.window.plan import Plan, make_plan, render_plan
+from pytest_dsv41.window.plan import KnownSpread, Plan, make_plan, render_plan
 from pytest_dsv41.window.spec import load_spec
 from pytest_dsv41.window.verdict import Outcome, conclude
 
@@ -336,7 +336,7 @@ def test_the_plan_says_what_a_registered_start_spread_holds_the_interval_at(
     tmp_path: Path,
 ) -> None:
     plan = planned(tmp_path, more='start_sd = {"s1/decode_tok_s" = 0.01}')
-    text = " ".join(render_plan(plan, spreads=lambda cell, metric: 0.01).split())
+    text = " ".join(render_plan(plan, spreads=lambda cell, metric: KnownSpread(0.01)).split())
     assert "unregistered" not in text
     # t(.975, 5) = 2.5706: 2.5706 · .01 · √1.5 = 3.148 %; with √2 · 1 % over 6 pairs 3.480 %.
     assert "the registered start_sd of 1 % alone holds the interval at ±3.15 %" in text
