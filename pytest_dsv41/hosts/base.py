@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol, runtime_checkable
 
 from ..durable import write_atomic
-from ..text import visible
+from ..errors import CommandFailed, UsageError
+from ..text import one_line, visible
 
 __all__ = [
     "FENCED_OFF",
@@ -104,6 +105,32 @@ class Fence:
         return cls(str(path.with_name(name)), epoch)
 
 
+def identity_of(boot_id: str, first_process: str) -> str:
+    """A host's identity from its boot id and /proc/1/stat: the start is in ticks since boot."""
+    return f"{boot_id.strip()}/{first_process.rpartition(')')[2].split()[19]}"
+
+
+def usable(argv: Sequence[str], name: str) -> None:
+    """Refuse a command line that no machine could take.
+
+    Raises:
+        UsageError: it is empty, or a null character stands in it.
+    """
+    if not argv or not argv[0]:
+        raise UsageError(f"{name}: no command is given")
+    if any("\0" in word for word in argv):
+        raise UsageError(f"{name}: a null character stands in {one_line(repr(list(argv)))}")
+
+
+def raise_for_code(name: str, result: CommandResult) -> None:
+    """Raise CommandFailed with the command's last line, unless it ended with 0."""
+    if result.returncode != 0:
+        lines = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
+        raise CommandFailed(
+            f"{name}: exit {result.returncode}: {one_line(lines[-1])}", result.returncode
+        )
+
+
 def stale(what: str, host: str, seen: int, fence: Fence) -> str:
     """The line of a refused older epoch."""
     return (
@@ -179,6 +206,21 @@ class CommandLog:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = threading.Lock()
+
+    def record(self, host: str, name: str, result: CommandResult) -> None:
+        """Write the record of a command that answered."""
+        self.write(
+            name,
+            [
+                f"host: {host}",
+                f"argv: {list(result.argv)!r}",
+                f"exit: {result.returncode} after {result.seconds:.3f} s",
+                "stdout:",
+                result.stdout,
+                "stderr:",
+                result.stderr,
+            ],
+        )
 
     def write(self, name: str, lines: list[str]) -> None:
         """Write one command's record.

@@ -22,7 +22,18 @@ import psutil
 
 from .. import durable
 from ..errors import CommandFailed, StaleEpoch, TransportError
-from .base import FENCED_OFF, CommandLog, CommandResult, Fence, Probe, Process, stale
+from .base import (
+    FENCED_OFF,
+    CommandLog,
+    CommandResult,
+    Fence,
+    Probe,
+    Process,
+    identity_of,
+    raise_for_code,
+    stale,
+    usable,
+)
 
 __all__ = ["LocalHost"]
 
@@ -79,9 +90,7 @@ class LocalHost:
     def identity(self) -> str:
         """Boot id and start time of PID 1: another value means that the host was restarted."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        # In clock ticks since boot, which no change of the wall clock moves.
-        fields = Path("/proc/1/stat").read_text(encoding="utf-8", errors="replace")
-        return f"{boot}/{fields.rpartition(')')[2].split()[19]}"
+        return identity_of(boot, Path("/proc/1/stat").read_text("utf-8", "replace"))
 
     # -- processes ----------------------------------------------------------------------------
 
@@ -97,11 +106,11 @@ class LocalHost:
         fence: Fence | None = None,
     ) -> CommandResult:
         """Run `argv` to its end and log it; past the deadline it is killed (see `Host.run`)."""
+        usable(argv, name)
         with self._fenced(fence, name):
             result = self._run(argv, name, deadline_s, stdin, env or {})
-        if check and result.returncode != 0:
-            last = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
-            raise CommandFailed(f"{name}: exit {result.returncode}: {last}", result.returncode)
+        if check:
+            raise_for_code(name, result)
         return result
 
     def _run(
@@ -132,17 +141,7 @@ class LocalHost:
             raise CommandFailed(f"{name}: {argv[0]}: {error.strerror}", 127) from error
         seconds = time.monotonic() - begun
         result = CommandResult(tuple(argv), done.returncode, done.stdout, done.stderr, seconds)
-        self.log.write(
-            name,
-            [
-                f"argv: {list(argv)!r}",
-                f"exit: {result.returncode} after {seconds:.3f} s",
-                "stdout:",
-                result.stdout,
-                "stderr:",
-                result.stderr,
-            ],
-        )
+        self.log.record(self.name, name, result)
         return result
 
     def spawn(

@@ -8,7 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from ...errors import CommandFailed, StaleEpoch, TransportError
-from ..base import FENCED_OFF, CommandLog, CommandResult, Fence, Probe, Process, stale
+from ..base import (
+    FENCED_OFF,
+    CommandLog,
+    CommandResult,
+    Fence,
+    Probe,
+    Process,
+    raise_for_code,
+    stale,
+    usable,
+)
 from .machine import Machine
 from .programs import Call, execute
 from .world import FakeWorld, State
@@ -48,6 +58,8 @@ class FakeHost:
     ) -> CommandResult:
         """See `Host.run`."""
 
+        usable(argv, name)
+
         def act(state: State, machine: Machine) -> CommandResult:
             self._fence(machine, fence, name)
             known = set(machine.processes)
@@ -76,20 +88,9 @@ class FakeHost:
         except Exception as error:
             self.log.write(name, [*lines, str(error)])
             raise
-        self.log.write(
-            name,
-            [
-                *lines,
-                f"exit: {result.returncode}",
-                "stdout:",
-                result.stdout,
-                "stderr:",
-                result.stderr,
-            ],
-        )
-        if check and result.returncode != 0:
-            last = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
-            raise CommandFailed(f"{name}: exit {result.returncode}: {last}", result.returncode)
+        self.log.record(self.name, name, result)
+        if check:
+            raise_for_code(name, result)
         return result
 
     def read(self, path: str) -> bytes | None:

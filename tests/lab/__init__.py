@@ -1,0 +1,1 @@
+"""Two real systemd hosts on one machine, for the tests that need real scopes, tmux and ssh."""

@@ -1,0 +1,40 @@
+"""The lab hosts, brought up once a session for the tests that ask for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.lab.lab import HOSTS, Lab, missing, sweep
+
+
+@pytest.fixture(scope="session")
+def lab_hosts() -> Iterator[Lab]:
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    sweep()
+    lab = Lab(os.getpid())
+    try:
+        lab.up()
+        yield lab
+    finally:
+        lab.down()
+
+
+@pytest.fixture
+def lab(lab_hosts: Lab) -> Iterator[Lab]:
+    """The lab, with this thread in its network; every fault is undone afterwards."""
+    with lab_hosts.entered():
+        try:
+            yield lab_hosts
+        finally:
+            lab_hosts.mend()
+
+
+@pytest.fixture(params=HOSTS)
+def either(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
