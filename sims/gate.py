@@ -6,13 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pytest_dsv41.decision_v2.excess import (
-    EXCESS_LEVEL,
-    excess_p,
-    least_losing_count,
-    mean_ceiling,
-)
+from pytest_dsv41.decision_v2.excess import least_losing_count, mean_ceiling
 from pytest_dsv41.decision_v2.kernel import Floats
+from pytest_dsv41.quality.dist_gate import FMETHOD_MARGIN, count_test
 
 from . import published
 from .draws import Step
@@ -21,7 +17,6 @@ from .table import Row, compare, free_row
 __all__ = ["exact_rate", "kl_false_loss", "literal_rate", "rows", "simulate_top1"]
 
 POSITIONS = published.GATE_POSITIONS
-LITERAL_MARGIN = 2
 _TAIL = 160
 """Counts beyond this have no weight at the flip rates looked at."""
 
@@ -51,7 +46,7 @@ def exact_rate(flips: float, factor: float, k: int = 1) -> float:
 def literal_rate(flips: float) -> float:
     """P(LOSS) without an effect under the literal rule: two more flips than the A/A run had."""
     aa = _binomial(POSITIONS, flips / POSITIONS)
-    return float(sum(aa[i] * aa[i + LITERAL_MARGIN :].sum() for i in range(aa.size)))
+    return float(sum(aa[i] * aa[i + FMETHOD_MARGIN :].sum() for i in range(aa.size)))
 
 
 def simulate_top1(
@@ -61,13 +56,13 @@ def simulate_top1(
     rate = flips / POSITIONS
     aa = rng.binomial(POSITIONS, rate, size=(k, trials))
     candidate = rng.binomial(POSITIONS, min(1.0, factor * rate), size=trials)
-    pairs, counts = np.unique(np.stack([aa.sum(axis=0), candidate]), axis=1, return_counts=True)
+    pairs, counts = np.unique(np.vstack([aa, candidate]), axis=1, return_counts=True)
     lost = sum(
         int(number)
-        for (a, c), number in zip(pairs.T.tolist(), counts, strict=True)
-        if excess_p(c, a, k) < EXCESS_LEVEL
+        for (*each, c), number in zip(pairs.T.tolist(), counts, strict=True)
+        if count_test(c, tuple(each)).loss
     )
-    literal = int(np.count_nonzero(candidate >= aa.max(axis=0) + LITERAL_MARGIN))
+    literal = int(np.count_nonzero(candidate >= aa.max(axis=0) + FMETHOD_MARGIN))
     return lost, literal
 
 

@@ -8,6 +8,7 @@ the k A/A counts explain, `mean_ceiling` how large its mean KL may be.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ def excess_p(candidate: int, aa: int, k: int) -> float:
     return float(bdtrc(candidate - 1, aa + candidate, 1 / (k + 1)))
 
 
+@lru_cache(maxsize=4096)
 def least_losing_count(aa: int, k: int) -> int:
     """The smallest candidate count that loses against `aa` disagreements in k A/A comparisons."""
     count = 0

@@ -220,6 +220,7 @@ def run_probe(
     deadline_s: float,
     role: Literal["control", "candidate"] = "control",
     band: str | None = None,
+    prefixes: Sequence[str] | None = None,
     conditions: Conditions | None = None,
     top_n: int = TOP_N,
     positions: int = POSITIONS,
@@ -239,6 +240,8 @@ def run_probe(
         deadline_s: everything is over by then.
         role: production (`control`), or what is to be judged (`candidate`).
         band: the seal of the band that the candidate will be judged by.
+        prefixes: the hashes of the positions it was registered over; where the server's tokenizer
+            makes others of the prompts, nothing is asked.
         conditions: None for one salt a run, alone, nobody else served.
         top_n: entries of a list.
         positions: positions of a prompt.
@@ -252,7 +255,7 @@ def run_probe(
         MeasurementFailed: a request did not deliver; kinds `connection`, `status`, `stopped`,
             `deadline`.
         MeasurementRefused: kinds of `Engine.next_token` and `checked_vector`, `warm-cache`,
-            `foreign-request`, `no-counters`, `other-prompt`, `tokenize`.
+            `foreign-request`, `no-counters`, `other-prompt`, `other-prompts`, `tokenize`.
     """
     if not prompts or len({prompt.name for prompt in prompts}) != len(prompts):
         raise UsageError("a probe needs prompts, each once")
@@ -277,6 +280,8 @@ def run_probe(
             stop=stop,
         )
         pieces = [run.pieces(prompt, positions, client) for prompt in prompts]
+        if prefixes is not None:
+            _refuse_others(pieces, prefixes)
         before = None
         if under.others == "none":
             before = run.rest(client, "before the first position", lambda _: None)
@@ -310,6 +315,25 @@ def run_probe(
         )
 
 
+def _refuse_others(pieces: Sequence[_Pieces], prefixes: Sequence[str]) -> None:
+    own = [
+        (piece.prompt.name, length, piece.sha256(length))
+        for piece in pieces
+        for length in piece.lengths
+    ]
+    if len(own) != len(prefixes):
+        raise MeasurementRefused(
+            "other-prompts", f"{len(own)} positions; the band was registered over {len(prefixes)}"
+        )
+    for (name, length, sha256), theirs in zip(own, prefixes, strict=True):
+        if sha256 != theirs:
+            raise MeasurementRefused(
+                "other-prompts",
+                f"the band was registered over other positions: they differ at {name}, "
+                f"{length} tokens",
+            )
+
+
 def _refuse_twins(positions: Sequence[Position]) -> None:
     """Where no echo proves it, the same answer to two prefixes, to the last digit, is a mix-up."""
     seen: dict[Vector, Position] = {}
@@ -330,6 +354,10 @@ class _Pieces:
     prompt: ProbedPrompt
     ids: tuple[int, ...]
     lengths: tuple[int, ...]
+
+    def sha256(self, length: int) -> str:
+        """The identity of the first `length` tokens."""
+        return text_sha256(dump_json(list(self.ids[:length])))
 
 
 _Asked = tuple[Position, InBand, bool]
@@ -409,7 +437,7 @@ class _Run:
             raise MeasurementRefused(error.kind, f"{where}: {error}") from None
         except MeasurementFailed as error:
             raise MeasurementFailed(error.kind, f"{where}: {error}") from None
-        sha = text_sha256(dump_json(list(piece.ids[:length])))
+        sha = piece.sha256(length)
         if self._progress is not None:
             with self._lock:
                 elapsed = time.monotonic() - self._began
