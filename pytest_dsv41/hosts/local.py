@@ -137,8 +137,9 @@ class LocalHost:
             self.log.write(name, [f"argv: {list(argv)!r}", f"no answer within {deadline_s:g} s"])
             raise TransportError(f"{name}: no answer within {deadline_s:g} s") from error
         except OSError as error:
-            self.log.write(name, [f"argv: {list(argv)!r}", f"not started: {error}"])
-            raise CommandFailed(f"{name}: {argv[0]}: {error.strerror}", 127) from error
+            said = f"{argv[0]}: {error.strerror}"
+            self.log.write(name, [f"argv: {list(argv)!r}", f"not started: {said}"])
+            return CommandResult(tuple(argv), 127, "", said, time.monotonic() - begun)
         seconds = time.monotonic() - begun
         result = CommandResult(tuple(argv), done.returncode, done.stdout, done.stderr, seconds)
         self.log.record(self.name, name, result)

@@ -15,6 +15,7 @@ from tests.lab.lab import Lab
 from tests.unit.test_hosts_contract import (  # noqa: F401 - the contract, run on a real host
     folder,
     test_a_command_answers_with_its_output_and_code,
+    test_a_command_line_that_no_machine_could_take_is_refused,
     test_a_failing_command_says_its_code,
     test_a_file_is_created_once_and_its_bytes_stay,
     test_a_missing_program_is_127,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pytest_dsv41.errors import CommandFailed, StaleEpoch
+from pytest_dsv41.errors import CommandFailed, StaleEpoch, UsageError
 from pytest_dsv41.hosts import FENCED_OFF, CommandLog, Fence, Host, LocalHost, Probe
 from pytest_dsv41.hosts.fake import FakeHost, FakeWorld
 
@@ -60,6 +60,12 @@ def test_a_command_answers_with_its_output_and_code(host: Host) -> None:
     assert host.run(["false"], name="false", deadline_s=30.0, check=False).returncode == 1
 
 
+def test_a_command_line_that_no_machine_could_take_is_refused(host: Host) -> None:
+    for argv in ([], [""], ["echo", "a\0b"]):
+        with pytest.raises(UsageError, match=r"^odd: "):
+            host.run(argv, name="odd", deadline_s=30.0)
+
+
 @pytest.mark.parametrize("code", [1, 127, 255])
 def test_a_failing_command_says_its_code(host: Host, code: int) -> None:
     with pytest.raises(CommandFailed, match=f"^fails: exit {code}: ") as failed:
@@ -71,6 +77,8 @@ def test_a_missing_program_is_127(host: Host) -> None:
     with pytest.raises(CommandFailed) as failed:
         host.run(["/no/such/program"], name="missing", deadline_s=30.0)
     assert failed.value.returncode == 127
+    done = host.run(["/no/such/program"], name="missing", deadline_s=30.0, check=False)
+    assert done.returncode == 127
 
 
 ODD = [

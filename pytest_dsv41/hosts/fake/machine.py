@@ -129,7 +129,13 @@ class Machine:
             self.disk[path] = text
 
     def load(self, path: str) -> bytes | None:
-        """Return the file's bytes, or None."""
+        """Return the file's bytes, or None; a process's command line is a file too."""
+        head, _, tail = path.removeprefix("/proc/").partition("/")
+        if path.startswith("/proc/") and tail == "cmdline" and head.isdigit():
+            process = self.processes.get(int(head))
+            if process is None:
+                return None
+            return "".join(f"{word}\0" for word in process.argv).encode()
         text = self.files.get(path)
         return None if text is None else text.encode("latin-1")
 

@@ -16,7 +16,9 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from ...errors import UsageError
-from .machine import Machine, Service
+from ..scopes import KILL, LIST, RUN
+from ..tmux import TITLED
+from .machine import FakeProcess, Machine, Service
 
 __all__ = ["BUILT_IN", "Call", "Program", "Reply", "Service", "execute", "load_program"]
 
@@ -300,14 +302,34 @@ def _tmux_new(call: Call, socket: str, words: list[str]) -> Reply:
     return Reply()
 
 
-def _tmux_list(call: Call, socket: str, words: list[str]) -> Reply:
+def _tmux_window(call: Call, socket: str, words: list[str]) -> Reply:
+    found = _tmux_target(call, socket, words)
+    if isinstance(found, Reply):
+        return found
+    server = call.machine.tmux_server(socket)
+    assert server is not None
+    command = tuple(words[words.index("--") + 1 :])
+    inner = call.nested(command, scope=server.scope, socket=socket, session=found)
+    answer = resolve(inner)
+    if isinstance(answer, Service):
+        start(inner, answer)
+    return Reply()
+
+
+def _session_id(call: Call, pane: FakeProcess) -> str:
+    """A session's id: it is never another session's again."""
+    panes = call.machine.panes(pane.socket)
+    return f"${min(p.pid for p in panes if p.session == pane.session)}"
+
+
+def _tmux_panes(call: Call, socket: str, words: list[str]) -> Reply:
     if call.machine.tmux_server(socket) is None:
         return Reply(1, err=f"no server running on /tmp/tmux-0/{socket}\n")
     form = _pop(words, "-F", "#{session_name}")
     return Reply(
         out="".join(
             form.replace("#{session_name}", pane.session)
-            .replace("#{session_id}", f"${pane.pid}")
+            .replace("#{session_id}", _session_id(call, pane))
             .replace("#{pane_pid}", str(pane.pid))
             + "\n"
             for pane in call.machine.panes(socket)
@@ -315,26 +337,34 @@ def _tmux_list(call: Call, socket: str, words: list[str]) -> Reply:
     )
 
 
-def _tmux_target(call: Call, socket: str, words: list[str]) -> int | Reply:
-    wanted = _pop(words, "-t")
+def _tmux_sessions(call: Call, socket: str, words: list[str]) -> Reply:
+    listed = _tmux_panes(call, socket, words)
+    return dataclasses.replace(listed, out="".join(dict.fromkeys(listed.out.splitlines(True))))
+
+
+def _tmux_target(call: Call, socket: str, words: list[str]) -> str | Reply:
+    """The session that `-t` names, by its exact name or its id."""
+    wanted = _pop(words, "-t").removesuffix(":")
     if call.machine.tmux_server(socket) is None:
         return Reply(1, err=f"no server running on /tmp/tmux-0/{socket}\n")
     for pane in call.machine.panes(socket):
-        if wanted in (f"={pane.session}", pane.session, f"${pane.pid}"):
-            return pane.pid
+        if wanted in (f"={pane.session}", pane.session, _session_id(call, pane)):
+            return pane.session
     return Reply(1, err=f"can't find session: {wanted}\n")
 
 
 def _tmux_has(call: Call, socket: str, words: list[str]) -> Reply:
     found = _tmux_target(call, socket, words)
-    return Reply() if isinstance(found, int) else found
+    return found if isinstance(found, Reply) else Reply()
 
 
 def _tmux_kill(call: Call, socket: str, words: list[str]) -> Reply:
     found = _tmux_target(call, socket, words)
-    if not isinstance(found, int):
+    if isinstance(found, Reply):
         return found
-    call.machine.kill(found)
+    for pane in call.machine.panes(socket):
+        if pane.session == found:
+            call.machine.kill(pane.pid)
     return Reply()
 
 
@@ -348,8 +378,9 @@ def _tmux_kill_server(call: Call, socket: str, _words: list[str]) -> Reply:
 
 _TMUX: Final[Mapping[str, Callable[[Call, str, list[str]], Reply]]] = {
     "new-session": _tmux_new,
-    "list-panes": _tmux_list,
-    "list-sessions": _tmux_list,
+    "new-window": _tmux_window,
+    "list-panes": _tmux_panes,
+    "list-sessions": _tmux_sessions,
     "has-session": _tmux_has,
     "kill-session": _tmux_kill,
     "kill-server": _tmux_kill_server,
@@ -384,6 +415,25 @@ def _systemd_run(call: Call) -> Reply | Service:
         # The command stays in the foreground, so whoever called it waits.
         return Service(lives_s=0.0)
     return answer
+
+
+def _run_scoped(call: Call) -> Reply | Service:
+    """The script `scopes.RUN`: a scope in which a plain `tmux` reaches the scope's own socket."""
+    unit, longest, socket, *command = call.args
+    words = ["systemd-run", "--user", "--scope", f"--unit={unit}"]
+    if longest != "0":
+        words += ["-p", f"RuntimeMaxSec={longest}"]
+    return _systemd_run(call.nested((*words, "--", *command), socket=socket))
+
+
+def _list_scopes(call: Call) -> Reply:
+    return Reply(out="".join(f"/user.slice/{unit}\n" for unit in call.machine.scopes()))
+
+
+def _kill_scopes(call: Call) -> Reply:
+    for unit in call.args[1:]:
+        call.machine.kill_scope(unit)
+    return Reply()
 
 
 def _nvidia_smi(call: Call) -> Reply:
@@ -434,7 +484,10 @@ BUILT_IN: Final[dict[str, Program]] = {
     "timeout": _timeout,
     "sh": _bash,
     "bash": _bash,
-    'exec -a "$1" cat': _exec_titled,
+    TITLED: _exec_titled,
+    RUN: _run_scoped,
+    LIST: _list_scopes,
+    KILL: _kill_scopes,
     "vllm": _server,
     "llama-server": _server,
     "python": _python,
