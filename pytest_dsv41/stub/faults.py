@@ -63,6 +63,12 @@ FAULTS: Mapping[str, Fault] = {
         "where usage stands and whether it is right",
     ),
     "usage-late": Fault("ms", "160", "the usage chunk comes so much later"),
+    # log-probabilities of an answer that is not streamed
+    "logprobs": Fault(
+        "duplicate|zeros|fewer|nan|positive|absent|other|cut",
+        "zeros",
+        "its log-probabilities are wrong; other: an earlier request's answer; cut: half the JSON",
+    ),
     # errors and ends
     "error": Fault("first|mid[:n]|after-finish", "mid:2", "an error event in the 200 stream"),
     "no-done": Fault("", "", "no [DONE]"),

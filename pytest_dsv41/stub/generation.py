@@ -13,6 +13,7 @@ from pytest_dsv41.stub.http import BadRequest, Request, dumps, respond
 from pytest_dsv41.stub.loop import Connection, Gate, Gone, Task, Wait
 from pytest_dsv41.stub.profile import Profile, make_profile
 from pytest_dsv41.stub.shape import Regroup, Shaper
+from pytest_dsv41.stub.spoil import spoil
 from pytest_dsv41.stub.wire import Event, Stream
 
 if TYPE_CHECKING:
@@ -169,7 +170,15 @@ class _Run:
             if "plain-body" in faults:
                 raise Gone
         else:
-            respond(self.connection, 200, dumps(self.answer.whole()), whole_type)
+            respond(self.connection, 200, self._whole(), whole_type)
+
+    def _whole(self) -> bytes:
+        body = self.answer.whole()
+        if "logprobs" in self.faults:
+            return spoil(body, self.faults.parts("logprobs")[0], self.server.last_whole)
+        raw = dumps(body)
+        self.server.last_whole = raw
+        return raw
 
     def write(self, events: list[Event], *, last: bool = False) -> Generator[Wait, None, None]:
         """Write events that belong to no engine step."""

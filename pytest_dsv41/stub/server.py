@@ -54,6 +54,7 @@ class Server:
         self.loop.when_idle = self.truth.flush_some
         self.loop.failed = self._failed
         self.errors: list[Exception] = []
+        self.last_whole: bytes | None = None
         self._truth_on = keep_truth or bool(profile.truth)
         self.started = int(time.time())
         self.profiling = False

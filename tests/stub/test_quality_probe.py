@@ -6,15 +6,17 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from wire_groups import endpoint, stub
 
-from pytest_dsv41.engines import get_engine
+from pytest_dsv41.engines import ENGINES, Vllm, get_engine
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
+from pytest_dsv41.measure import Endpoint
 from pytest_dsv41.quality.kl import top20_kl
 from pytest_dsv41.quality.probe import (
     Conditions,
@@ -193,3 +195,139 @@ def test_logprobs_add_up_to_no_more_than_all(served: Serving) -> None:
     for position in probe(served).positions:
         assert len(position.top) == 20
         assert math.fsum(math.exp(lp) for _, lp in position.top) <= 1.001
+
+
+# ---- servers that cannot be believed ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "says"),
+    [
+        ("duplicate", "duplicate-id", "twice"),
+        ("zeros", "all-zero", "every log-probability is 0"),
+        ("fewer", "fewer", "20 asked"),
+        ("nan", "nan", "nan"),
+        ("positive", "logprob", "above 0"),
+        ("absent", "no-logprobs", "no log-probabilities"),
+        ("other", "other-prompt", "another prompt"),
+        ("cut", "bad-answer", "no JSON"),
+    ],
+)
+def test_an_answer_that_cannot_be_believed_refuses_the_probe_with_its_place(
+    served: Serving, fault: str, kind: str, says: str
+) -> None:
+    probe(served)
+    path = "/v1/completions" if served.server.profile.engine == "vllm" else "/completion"
+    served.faults(f"{path}:logprobs={fault}")
+    try:
+        with pytest.raises(MeasurementRefused, match=says) as refused:
+            probe(served)
+    finally:
+        served.faults()
+    assert refused.value.kind == kind
+    # Which position, in one line.
+    assert str(refused.value).startswith("one, ")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_later_position_may_be_the_wrong_one(served: Serving) -> None:
+    path = "/v1/completions" if served.server.profile.engine == "vllm" else "/completion"
+
+    def at(now: ProbeProgress) -> None:
+        if now.done == 10:
+            served.faults(f"{path}:logprobs=other")
+
+    try:
+        with pytest.raises(MeasurementRefused) as refused:
+            probe(served, progress=at)
+    finally:
+        served.faults()
+    assert refused.value.kind == "other-prompt"
+    assert str(refused.value).startswith("two, ")
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_server_that_answers_with_an_error_fails_the_probe(
+    served: Serving, concurrency: int
+) -> None:
+    path = "/v1/completions" if served.server.profile.engine == "vllm" else "/completion"
+    served.faults(f"{path}:status=503:99")
+    try:
+        with pytest.raises(MeasurementFailed, match="503") as failed:
+            probe(served, conditions=Conditions(concurrency=concurrency))
+    finally:
+        served.faults()
+    assert failed.value.kind == "status"
+
+
+def test_answers_from_a_cache_are_not_cold() -> None:
+    # This server keeps everything whatever the salt: the second cold run is none.
+    with stub(engine="vllm", round_ms=0.0, prefill_ms=0.0, block_size=4) as running:
+        engine = get_engine("vllm")
+        plain = type(engine)()
+        plain.dress = lambda body, **_: body  # type: ignore[method-assign]
+        ENGINES["unsalted"] = plain
+        try:
+            where = Endpoint(running.url, "unsalted", "stub")
+            with pytest.raises(MeasurementRefused) as refused:
+                run_probe(where, PROMPTS, deadline_s=20, conditions=Conditions(cache="cold"))
+        finally:
+            del ENGINES["unsalted"]
+    assert refused.value.kind == "warm-cache"
+
+
+class NoEcho(Vllm):
+    """A server that does not repeat prompts."""
+
+    def _next_body(self, model: str, ids: Sequence[int], top_n: int) -> dict[str, Any]:
+        body = super()._next_body(model, ids, top_n)
+        del body["return_token_ids"]
+        return body
+
+
+def test_without_an_echo_the_same_answer_twice_is_a_mix_up() -> None:
+    ENGINES["no-echo"] = NoEcho()
+    try:
+        with stub(round_ms=0.0, prefill_ms=0.0, perturb=0.3) as running:
+            where = Endpoint(running.url, "no-echo", "stub")
+            assert run_probe(where, PROMPTS, deadline_s=20).notes == ("prompt-echo-unproved",)
+            # Two prompts of one length: a count tells nothing, and the one's answer comes again.
+            twins = (
+                ProbePrompt("left", "short", "a b c d e f g h i j"),
+                ProbePrompt("right", "short", "k l m n o p q r s t"),
+            )
+
+            def at(now: ProbeProgress) -> None:
+                if now.prompt == "left" and now.done == 8:
+                    running.faults("/v1/completions:logprobs=other")
+
+            with pytest.raises(MeasurementRefused) as refused:
+                run_probe(where, (twins[0], twins[1]), positions=8, deadline_s=20, progress=at)
+            assert refused.value.kind == "other-prompt"
+    finally:
+        del ENGINES["no-echo"]
+
+
+def test_a_server_without_counters_is_asked_only_where_others_are_allowed() -> None:
+    with stub(round_ms=0.0, prefill_ms=0.0, perturb=0.3) as running:
+        running.faults("/metrics:status=404:999")
+        with pytest.raises(MeasurementRefused) as refused:
+            run_probe(endpoint(running), PROMPTS, deadline_s=20)
+        assert refused.value.kind == "no-counters"
+        run_probe(
+            endpoint(running), PROMPTS, deadline_s=20, conditions=Conditions(others="allowed")
+        )
+
+
+def test_other_positions_than_the_bands_are_refused_before_anything_is_asked(
+    served: Serving,
+) -> None:
+    found = probe(served)
+    probe(served, prefixes=found.prefixes)
+    asked: list[ProbeProgress] = []
+    wrong = ("0" * 64, *found.prefixes[1:])
+    for prefixes in (wrong, found.prefixes[:-1], ()):
+        with pytest.raises(MeasurementRefused) as refused:
+            probe(served, prefixes=prefixes, progress=asked.append)
+        assert refused.value.kind == "other-prompts"
+    assert not asked
