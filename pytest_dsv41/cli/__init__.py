@@ -25,6 +25,7 @@ COMMANDS = {
     "compare": "set two windows side by side",
     "corpus": "cut prompts to token lengths and pin them, hold a corpus against its pins",
     "decide": "decide again from a window's folder",
+    "dist-gate": "is it still the same model? probe, register a band, judge; 0 PASS, 2 LOSS",
     "history": "backfill the archive from old windows, score them again",
     "init": "write a commented window and target file",
     "keeper": "",

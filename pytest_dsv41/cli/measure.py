@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     requests = _requests(args)
     rows: list[dict[str, Any]] = []
     code = 0
-    with _stop_on_signals() as stop:
+    with stop_on_signals() as stop:
         for repeat in range(args.repeats):
             try:
                 result = _measure(args, requests, repeat, stop)
@@ -166,7 +166,7 @@ def _measure(
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
+def stop_on_signals() -> Iterator[threading.Event]:
     """SIGINT and SIGTERM end the measurement at once, sockets closed, and it says so."""
     stop = threading.Event()
 
