@@ -29,6 +29,7 @@ COMMANDS = {
     "history": "backfill the archive from old windows, score them again",
     "init": "write a commented window and target file",
     "keeper": "",
+    "kl": "KL references: verify, convert, score a candidate, gate: 0 PASS, 2 FAIL",
     "measure": "measure one request or group against a server",
     "recover": "finish a window whose session and keeper died",
     "replay": "an item's values again from its raw record",

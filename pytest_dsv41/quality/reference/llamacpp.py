@@ -1,0 +1,171 @@
+"""The base file of `llama-perplexity --kl-divergence-base`: a dense recording of one text.
+
+The file holds chunks of `n_ctx` tokens; of each chunk the second half is scored. A row is two
+float32 (scale, minimum) and `n_vocab` uint16: log-probability = scale × value + minimum. Values
+reach 16 below the row's largest log-probability; the value 0 stands for all below (FORMATS).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pytest_dsv41.errors import MeasurementRefused
+from pytest_dsv41.quality.reference.dense import (
+    N_CODES,
+    Block,
+    Dense,
+    Reader,
+    Table,
+    read_exact,
+)
+from pytest_dsv41.quality.reference.manifest import lay_out
+
+__all__ = ["MAGIC", "BaseFile"]
+
+MAGIC: Final = b"_logits_"
+_HEAD: Final = struct.Struct("<8siii")
+_REACH: Final = 15.999
+"""From this reach of a row on, its value 0 is the floor: float32 leaves 16 a little short."""
+_ROW_HEAD: Final = 8
+
+
+class BaseFile(Dense):
+    """A base file as a recording: each chunk is a document scored from its middle on.
+
+    `model` and `source` name what the file does not say. A row of an odd vocabulary is padded to
+    an even count of values by the program that writes it; a file without the padding is read too.
+
+    Raises:
+        MeasurementRefused: kinds `missing`, `format` (no base file), `manifest` (its sizes make no
+            sense), `size` (short, or long), `tokens`.
+    """
+
+    def __init__(self, path: Path, *, model: str = "", source: str = "") -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                head = file.read(_HEAD.size)
+                size = os.fstat(file.fileno()).st_size
+                if head[: len(MAGIC)] != MAGIC:
+                    raise MeasurementRefused(
+                        "format", f"{path}: does not begin with {MAGIC.decode()}: no base file"
+                    )
+                if len(head) < _HEAD.size:
+                    raise MeasurementRefused("size", f"{path}: {size} bytes, too short: no header")
+                _, n_ctx, n_vocab, chunks = _HEAD.unpack(head)
+                if n_ctx < 3 or n_vocab < 1 or chunks < 1:
+                    raise MeasurementRefused(
+                        "manifest",
+                        f"{path}: a context of {n_ctx}, {n_vocab} tokens and {chunks} chunks: "
+                        "at least 3, 1 and 1 are needed",
+                    )
+                self.tokens = np.fromfile(file, "<i4", n_ctx * chunks)
+        except FileNotFoundError:
+            raise MeasurementRefused("missing", f"{path}: is missing") from None
+        first = n_ctx // 2
+        self.model = model or path.stem
+        self.corpus = ""
+        self.n_vocab = n_vocab
+        self.documents = lay_out((source, n_ctx, first) for _ in range(chunks))
+        self.rows = chunks * (n_ctx - 1 - first)
+        self.start = _HEAD.size + 4 * n_ctx * chunks
+        widths = {n_vocab + n_vocab % 2, n_vocab}
+        sizes = {self.start + self.rows * (_ROW_HEAD + 2 * width): width for width in widths}
+        if size not in sizes:
+            how = "short" if size < min(sizes) else "long"
+            raise MeasurementRefused(
+                "size",
+                f"{path}: {size} bytes, too {how}: {self.rows} rows of {n_vocab} tokens make "
+                f"{max(sizes)}",
+            )
+        self.row_bytes = _ROW_HEAD + 2 * sizes[size]
+        # What the floor hides is left out, and each value is rounded to half a scale.
+        self.slack = (0.01 + n_vocab * float(np.exp(-16.0)), 0.01)
+        self.check_tokens(path)
+        self.following = self.next_tokens()
+
+    def reader(self) -> Reader:
+        """See `Dense.reader`."""
+        return _BaseReader(self)
+
+
+@dataclass(frozen=True)
+class _BaseBlock(Block):
+    heads: NDArray[np.float64]
+    """(scale, minimum) of each row."""
+
+    def table(self, row: int) -> Table:
+        """See `Block.table`."""
+        scale, lowest = self.heads[row]
+        absent = np.zeros(N_CODES, np.bool_)
+        absent[0] = self._floored()[row]
+        return Table(scale * np.arange(N_CODES) + lowest, absent)
+
+    def pairs(self, ids: NDArray[np.int32]) -> NDArray[np.complex128]:
+        """See `Block.pairs`."""
+        codes = self.codes_of(ids)
+        found = np.empty(codes.shape, np.complex128)
+        found.imag = self.heads[:, :1] * codes + self.heads[:, 1:]
+        found.real = np.exp(found.imag)
+        found.real[(codes == 0) & self._floored()[:, None]] = 0.0
+        return found
+
+    def _floored(self) -> NDArray[np.bool_]:
+        reach: NDArray[np.bool_] = self.heads[:, 0] * (N_CODES - 1) >= _REACH
+        return reach
+
+
+class _BaseReader(Reader):
+    def __init__(self, recording: BaseFile) -> None:
+        self._recording = recording
+        self._buffer = bytearray()
+        self._fd = os.open(recording.path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, row0: int, count: int) -> Block:
+        """See `Reader.read`."""
+        recording = self._recording
+        need = count * recording.row_bytes
+        if len(self._buffer) < need:
+            self._buffer = bytearray(need)
+        view = memoryview(self._buffer)[:need]
+        read_exact(self._fd, view, recording.start + row0 * recording.row_bytes, recording.path)
+        words = np.frombuffer(view, "<u2").reshape(count, recording.row_bytes // 2)
+        heads = words[:, :4].copy().view("<f4").astype(np.float64)
+        for row, (scale, lowest) in enumerate(heads):
+            if not (np.isfinite(scale) and np.isfinite(lowest) and scale >= 0):
+                raise MeasurementRefused(
+                    "logprob",
+                    f"{recording.path}: {recording.where(row0 + row)}: scale {scale:g} and minimum "
+                    f"{lowest:g} are no log-probabilities",
+                )
+        codes = words[:, 4 : 4 + recording.n_vocab]
+        rows = np.arange(count)
+        values = codes[rows, recording.following[row0 : row0 + count]].astype(np.float64)
+        return _BaseBlock(
+            codes=codes,
+            top_ids=np.empty((count, 0), np.int32),
+            top_logp=np.empty((count, 0)),
+            top1=codes.argmax(axis=1).astype(np.int32),
+            nll=-(heads[:, 0] * values + heads[:, 1]),
+            zero=None,
+            heads=heads,
+        )
+
+    def will_need(self, row0: int, count: int) -> None:
+        """See `Reader.will_need`."""
+        size = self._recording.row_bytes
+        start = self._recording.start + row0 * size
+        os.posix_fadvise(self._fd, start, count * size, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        """See `Reader.close`."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
