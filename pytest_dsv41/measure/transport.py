@@ -94,7 +94,7 @@ class WireTransport(httpx.BaseTransport):
         before = len(exchange.reads)
         until = time.monotonic_ns() + int(wait * 1e9)
         while len(exchange.reads) == before and not exchange.finished:
-            self._loop.turn()
+            self._loop.turn(min(0.1, max(0.0, (until - time.monotonic_ns()) / 1e9)))
             if self._loop.stop is not None and self._loop.stop.is_set():
                 self._give_up(exchange)
                 raise httpx.ReadError("stopped", request=request)

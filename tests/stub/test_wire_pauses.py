@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from wire_groups import off_by
 
 from pytest_dsv41.errors import MeasurementFailed
 from pytest_dsv41.measure import Endpoint, Request, measure_group
@@ -24,92 +26,124 @@ from pytest_dsv41.measure.wire import Call, Exchange, Finished, Limits, Loop
 from pytest_dsv41.stub import spawn
 
 MS = 1_000_000
-LATE = 50 * MS
 
 
-def hold_interpreter(seconds: float) -> None:
-    """Keep the interpreter's lock for about so long in one call."""
-    size, took = 1 << 20, 0.0
+def hold_interpreter(seconds: float) -> Callable[[], object]:
+    """A call that keeps the interpreter's lock for about so long."""
+    size, took = 1 << 16, 0.0
     while took < seconds:
-        began = time.perf_counter()
-        sum(range(size))
-        took = time.perf_counter() - began
         size *= 2
+        began = time.thread_time()
+        sum(range(size))
+        took = time.thread_time() - began
+    return lambda: sum(range(size))
 
 
-def truth(file: Path, request: int | None = None) -> list[int]:
-    """When each token-bearing write of the newest (or this) request left."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    wanted = request or max(row["request"] for row in rows)
-    return [row["before_ns"] for row in rows if row["request"] == wanted and row["tokens"]]
+def collect_garbage(seconds: float) -> Callable[[], object]:
+    """A real collection that takes about so long, over objects that stay alive."""
+    kept: list[list[object]] = []
+    took = 0.0
+    gc.disable()
+    try:
+        while took < seconds:
+            kept += [[] for _ in range(500_000)]
+            began = time.thread_time()
+            gc.collect()
+            took = time.thread_time() - began
+    finally:
+        gc.enable()
+
+    def collect() -> int:
+        return gc.collect() + 0 * len(kept)
+
+    return collect
 
 
-def test_an_event_in_a_pause_keeps_its_time(tmp_path: Path) -> None:
-    file = tmp_path / "truth.jsonl"
+@contextmanager
+def pauses(pause: Callable[[], object]) -> Iterator[None]:
+    """Pause the interpreter again and again, from another thread, while the block runs."""
     over = threading.Event()
 
-    def pauses() -> None:
+    def work() -> None:
         while not over.wait(0.05):
-            hold_interpreter(0.2)
+            pause()
 
-    # Rounds far longer than a pause: never two events in one.
-    with spawn(truth=str(file), round_ms=500.0, prefill_ms=500.0, draft_tokens=0) as server:
-        thread = threading.Thread(target=pauses)
-        thread.start()
-        try:
-            request = Request(6, prompt="hello", seed=1)
-            result = measure_group(Endpoint(server.url), [request], deadline_s=60)
-        finally:
-            over.set()
-            thread.join()
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def truth(file: Path, kind: str = "") -> list[tuple[int, int]]:
+    """(before, after) of the newest request's writes: those with tokens, or of a kind."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    wanted = max(row["request"] for row in rows)
+    return [
+        (row["before_ns"], row["after_ns"])
+        for row in rows
+        if row["request"] == wanted and (row["kind"] == kind if kind else row["tokens"])
+    ]
+
+
+@pytest.mark.parametrize("pause", [hold_interpreter, collect_garbage])
+def test_an_event_in_a_pause_keeps_its_time(
+    tmp_path: Path, pause: Callable[[float], Callable[[], object]]
+) -> None:
+    file = tmp_path / "truth.jsonl"
+    late: list[int] = []
+    # Rounds far longer than a pause: one event in it.
+    with (
+        spawn(truth=str(file), round_ms=600.0, prefill_ms=500.0, draft_tokens=0) as server,
+        pauses(pause(0.2)),
+    ):
+        # Once, unless the machine is so busy that every pause outlasts a round.
+        for _ in range(5):
+            late += _lateness_of_right_stamps(server.url, file)
+            if max(late, default=0) > 50 * MS:
+                break
+    assert max(late) > 50 * MS  # one did come in a pause: a stamp of ours would be that wrong
+
+
+def _lateness_of_right_stamps(url: str, file: Path) -> list[int]:
+    """Measure once; hold every stamp against the truth, and say how late each was read."""
+    result = measure_group(Endpoint(url), [Request(4, prompt="hello", seed=1)], deadline_s=60)
     (stream,) = result.streams
-    left = truth(file)
     tokens = [event for event in stream.events if event.kind == "token"]
-    stamps = [event.t_ns for event in tokens]
-    assert len(stamps) == len(left) == 6
-    wrong = [abs(stamp - true) for stamp, true in zip(stamps, left, strict=True)]
-    alone = [error for error, event in zip(wrong, tokens, strict=True) if not event.merged]
-    assert statistics.median(alone) < 1 * MS
-    # Far below the pause; a stub that is itself held up between its note and its write is not us.
-    assert sorted(alone)[-2] < LATE
-    late = [read.at_ns - stamp for read, stamp in _reads(result.exchanges[0], stamps)]
-    assert max(late) > 20 * MS  # the pauses did hit: a stamp of ours would be that wrong
+    late = []
+    for event, write in zip(tokens, truth(file), strict=True):
+        if event.merged:
+            continue  # two events in one pause: named, and not used
+        assert event.source == "kernel"
+        assert off_by(event.t_ns, write) < 1 * MS
+        late.append(read_at(result.exchanges[0], event.t_ns) - event.t_ns)
+    return late
 
 
-def _reads(exchange: Finished, stamps: list[int]) -> list[tuple[Any, int]]:
-    """Each stamp with the read it came from."""
-    found = []
-    for stamp in stamps:
-        read = min(exchange.reads, key=lambda r: abs((r.kernel_ns or 0) - r.offset_ns - stamp))
-        found.append((read, stamp))
-    return found
+def read_at(exchange: Finished, stamp: int) -> int:
+    """When the bytes with that stamp were read."""
+    read = min(exchange.reads, key=lambda r: abs((r.kernel_ns or 0) - r.offset_ns - stamp))
+    return read.at_ns
 
 
 def test_a_reader_of_its_own_gets_every_event_right_under_the_same_pauses(tmp_path: Path) -> None:
     file = tmp_path / "truth.jsonl"
-    over = threading.Event()
-
-    def pauses() -> None:
-        while not over.wait(0.05):
-            hold_interpreter(0.3)
-
-    with spawn(truth=str(file), round_ms=120.0, draft_tokens=0) as server:
-        thread = threading.Thread(target=pauses)
-        thread.start()
-        try:
-            request = Request(20, prompt="hello", seed=1)
-            endpoint = Endpoint(server.url)
-            result = measure_group(endpoint, [request], deadline_s=120, reader="process")
-        finally:
-            over.set()
-            thread.join()
+    with (
+        spawn(truth=str(file), round_ms=120.0, draft_tokens=0) as server,
+        pauses(hold_interpreter(0.3)),
+    ):
+        request = Request(20, prompt="hello", seed=1)
+        endpoint = Endpoint(server.url)
+        result = measure_group(endpoint, [request], deadline_s=120, reader="process")
     (stream,) = result.streams
     tokens = [event for event in stream.events if event.kind == "token"]
+    left = truth(file)
     # (The last token's event and the usage after it may share a read that was late.)
     assert not any(event.merged for event in tokens[:-1])
-    wrong = [abs(event.t_ns - t) for event, t in zip(tokens, truth(file), strict=True)]
-    assert statistics.median(wrong) < 1 * MS
-    assert sorted(wrong)[-2] < LATE
+    for event, write in zip(tokens, left, strict=True):
+        assert event.merged or off_by(event.t_ns, write) < 1 * MS
 
 
 def test_a_reader_process_ends_with_the_stop_event_and_says_what_failed() -> None:
@@ -154,17 +188,16 @@ def test_a_stopped_reader_names_what_it_missed(tmp_path: Path) -> None:
     rows = [json.loads(x) for x in (tmp_path / "measure-r0.jsonl").read_text().splitlines()]
     (stream,) = [row for row in rows if row["kind"] == "stream"]
     left = truth(file)
-    assert abs(stream["start_ns"] + stream["first_token_ns"] - left[0]) < LATE
-    assert abs(stream["start_ns"] + stream["last_token_ns"] - left[-1]) < LATE
+    assert off_by(stream["start_ns"] + stream["first_token_ns"], left[0]) < 1 * MS
+    # The usage leaves right behind the last token and may share its read.
+    last = left[-1][0], truth(file, "usage")[-1][1]
+    assert off_by(stream["start_ns"] + stream["last_token_ns"], last) < 1 * MS
     tokens = [event for event in stream["events"] if event[3] == "token"]
     merged = [index for index, event in enumerate(tokens) if event[6] & 2]
     assert len(merged) >= 15  # a second of 40 ms rounds, all but the last of a read
-    wrong = [
-        abs(stream["start_ns"] + event[0] - left[index])
-        for index, event in enumerate(tokens)
-        if index not in merged
-    ]
-    assert statistics.median(wrong) < 1 * MS
+    for index, event in enumerate(tokens):
+        if index not in merged:
+            assert off_by(stream["start_ns"] + event[0], left[index]) < 1 * MS
     assert json.loads(out)["repeats"][0]["values"]["ttft_ms"]["parts"]["stamps"] == ["kernel"]
 
 
@@ -208,9 +241,9 @@ def test_a_stepped_wall_clock_is_noticed_and_the_reads_own_time_used(tmp_path: P
     assert "clock-stepped" in stream.notes
     tokens = [event for event in stream.events if event.kind == "token"]
     assert {event.source for event in tokens} == {"kernel", "read"}
-    # Nothing is anywhere near the step's three seconds.
-    for event, true in zip(tokens, truth(file), strict=True):
-        assert -1 * MS < event.t_ns - true < 1_000 * MS
+    # Nothing is anywhere near the step's three seconds, and nothing came before it left.
+    for event, (before, _) in zip(tokens, truth(file), strict=True):
+        assert -1 * MS < event.t_ns - before < 1_000 * MS
 
 
 @pytest.mark.slow
@@ -219,9 +252,7 @@ def test_a_gigabyte_is_cut_with_flat_memory(how: str) -> None:
     code = """
 import resource, sys
 from pytest_dsv41.errors import MeasurementFailed
-from pytest_dsv41.errors import MeasurementFailed
 from pytest_dsv41.measure import Endpoint, Request, measure_group
-from pytest_dsv41.measure.reader import read_elsewhere
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     measure_group(Endpoint(sys.argv[1]), [Request(8, prompt="a")], deadline_s=40)

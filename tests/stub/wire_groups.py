@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused
 from pytest_dsv41.measure import Endpoint, GroupResult, Request, Sampling, StreamRecord
@@ -48,9 +48,30 @@ def measure(
     path = CHAT if sent[0].api == "chat" else COMPLETIONS
     served.faults(*(fault if fault.startswith("/") else f"{path}:{fault}" for fault in faults))
     try:
-        return measure_group(endpoint(served), sent, deadline_s=deadline_s)
+        return _unheld(
+            lambda: measure_group(endpoint(served), sent, deadline_s=deadline_s),
+            lambda result: result.streams,
+        )
     finally:
         served.faults()
+
+
+_Result = TypeVar("_Result")
+
+
+def _unheld(
+    run: Callable[[], _Result], streams: Callable[[_Result], Sequence[StreamRecord]]
+) -> _Result:
+    """The first of five runs in which no token's time was lost to a reader that was held up.
+
+    The stub runs in a thread of this process and takes the interpreter from the reader. Such a
+    read is `merged` in the record, which is what tests/stub/test_wire_pauses.py shows.
+    """
+    for _ in range(5):
+        result = run()
+        if not any(event.merged for stream in streams(result) for event in stream.events):
+            break
+    return result
 
 
 def endpoint(served: Serving) -> Endpoint:
@@ -63,11 +84,14 @@ def one(served: Serving, *faults: str, **rest: Any) -> StreamRecord:
     (sent,) = requests(1, **rest)
     served.faults(*faults)
     try:
-        _, (stream,) = stream_group(
-            endpoint(served),
-            served.server.profile.model,
-            [sent],
-            deadline_ns=time.monotonic_ns() + 20 * 10**9,
+        _, (stream,) = _unheld(
+            lambda: stream_group(
+                endpoint(served),
+                served.server.profile.model,
+                [sent],
+                deadline_ns=time.monotonic_ns() + 20 * 10**9,
+            ),
+            lambda result: result[1],
         )
     finally:
         served.faults()
@@ -96,7 +120,15 @@ def left(served: Serving, kind: str = "") -> list[tuple[int, int]]:
     ]
 
 
-def at(time_ns: int | None, write: tuple[int, int], slack_ns: int = 6_000_000) -> bool:
-    """Whether a stamp lies at a write, with room for a busy machine on the late side only."""
+def at(time_ns: int | None, write: tuple[int, int]) -> bool:
+    """Whether a stamp lies within 1 ms of a write: of the time its system call took."""
+    return time_ns is not None and off_by(time_ns, write) < 1_000_000
+
+
+def off_by(time_ns: int, write: tuple[int, int]) -> int:
+    """How far a stamp is from the truth, in ns; a sender that is held up in a write is not wrong.
+
+    `write` is when the system call was entered and when it had returned: the bytes left between.
+    """
     before, after = write
-    return time_ns is not None and before - 100_000 <= time_ns <= after + slack_ns
+    return max(before - time_ns, time_ns - after, 0)
