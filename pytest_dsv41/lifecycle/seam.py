@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from ..durable import dump_json, write_atomic
 from ..errors import MeasurementFailed
 from ..hosts.local import boottime
 
@@ -28,31 +26,32 @@ _LOOK_S = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
-    """Work for the seam. `deadline_s` is in seconds; `out` is written only when it ends in time.
+    """Work for the seam. `deadline_s` is in seconds.
 
-    `work` gets an event that is set when it must end, and returns what is written to `out`, as
-    JSON. It reads: it sends requests to production and changes nothing, neither there nor in files.
+    `work` gets an event that is set when it must end. It reads: it sends requests to production and
+    changes nothing, neither there nor in files. `keep` gets what it returned, in the close's own
+    thread and only when it came in time, and writes it.
     """
 
     name: str
-    work: Callable[[threading.Event], Mapping[str, Any]]
-    out: Path
+    work: Callable[[threading.Event], Any]
+    keep: Callable[[Any], None]
     deadline_s: float
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Set from anywhere (a signal handler too) to end the work early."""
 
 
 def run_seam(seam: Seam, tick: Callable[[float], None] = lambda _left: None) -> None:
-    """Run the work of a seam and write what it returns.
+    """Run the work of a seam and keep what it returns.
 
     `tick` gets the seconds left. However the work ends, this returns or raises at most a few
     seconds after the deadline, or after somebody has set `seam.stop`.
 
     Raises:
         MeasurementFailed: it raised, did not end in time, or was told to stop; one line.
-        OSError: its result could not be written.
+        Exception: its result could not be kept.
     """
-    results: list[Mapping[str, Any]] = []
+    results: list[Any] = []
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -85,4 +84,4 @@ def run_seam(seam: Seam, tick: Callable[[float], None] = lambda _left: None) -> 
         error = errors[0]
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise MeasurementFailed("seam", why) from error
-    write_atomic(seam.out, dump_json(results[0]) + "\n")
+    seam.keep(results[0])

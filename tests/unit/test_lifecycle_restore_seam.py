@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from hold_sites import sites_of
 
+from pytest_dsv41.durable import dump_json, write_atomic
 from pytest_dsv41.hosts import Probe
 from pytest_dsv41.lifecycle import closing, seam
 from pytest_dsv41.lifecycle.closing import CloseResult, close_window
@@ -95,7 +96,10 @@ def closed_with(
 def seam_of(
     campaign: Path, work: Callable[[threading.Event], Mapping[str, Any]], deadline_s: float = 5.0
 ) -> Seam:
-    return Seam("pilot-b", work, campaign / "B.json", deadline_s)
+    def keep(result: Mapping[str, Any]) -> None:
+        write_atomic(campaign / "B.json", dump_json(result))
+
+    return Seam("pilot-b", work, keep, deadline_s)
 
 
 def assert_given_back(campaign: Path, closed: CloseResult) -> None:
