@@ -72,6 +72,9 @@ class CellCollector:
             return None
         if cells is None:
             return []
+        beside: str | None = getattr(obj, "__dsv41_beside__", None)
+        if beside is not None:
+            return None if self._beside(beside) else []
         wanted = {use.name for use in self.spec.cells}
         for cell in cells:
             where = f"{collector.nodeid}::{name}"
@@ -81,6 +84,12 @@ class CellCollector:
                 )
             self.found[cell.name] = _Found(self._with_sampling(cell), where)
         return None if any(cell.name in wanted for cell in cells) else []
+
+    def _beside(self, what: str) -> tuple[str, ...]:
+        """The names of the quality cells, or of the pilot, that this window has."""
+        if what == "quality":
+            return tuple(use.name for use in self.spec.quality)
+        return (PILOT_CELL,) if self.spec.pilot is not None else ()
 
     def _with_sampling(self, cell: Cell) -> Cell:
         use = next((use for use in self.spec.cells if use.name == cell.name), None)
@@ -98,7 +107,13 @@ class CellCollector:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         cells: tuple[Cell, ...] = getattr(metafunc.function, "__dsv41_cells__", ())
         wanted = {use.name for use in self.spec.cells}
-        parameters = []
+        beside: str | None = getattr(metafunc.function, "__dsv41_beside__", None)
+        names = self._beside(beside) if beside else ()
+        parameters = [
+            pytest.param((item.cell, item.id), id=item.id, marks=self._marks_beside(item.decision))
+            for item in planned_items(self.spec)
+            if item.cell in names
+        ]
         for cell in cells:
             if cell.name not in wanted:
                 continue
@@ -111,6 +126,9 @@ class CellCollector:
         if parameters:
             metafunc.fixturenames.append("_dsv41_item")
             metafunc.parametrize("_dsv41_item", parameters, indirect=True)
+
+    def _marks_beside(self, decides: bool) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.decision if decides else pytest.mark.report_only]
 
     def _marks(self, cell: Cell) -> list[pytest.MarkDecorator]:
         use = next(use for use in self.spec.cells if use.name == cell.name)
@@ -143,6 +161,7 @@ class CellCollector:
                 }
                 for name, found in self.found.items()
             }
+            definitions |= self._definitions_beside()
             tokens = {name: found.cell.max_tokens for name, found in self.found.items()}
             self.plan = make_plan(
                 self.spec,
@@ -151,7 +170,7 @@ class CellCollector:
                 seed=self.spec.seed,
                 estimates=known_seconds(self.spec.campaign, tokens),
             )
-        except OurUsageError as error:
+        except (OurUsageError, MeasurementRefused) as error:
             raise pytest.UsageError(str(error)) from None
         planned = {item.id: item for item in self.plan.items}
         for item in items:
@@ -168,6 +187,64 @@ class CellCollector:
                 self.config.hook.pytest_deselected(items=dropped)
                 items[:] = kept
         return None
+
+    def _definitions_beside(self) -> dict[str, dict[str, Any]]:
+        """What the quality cells and the pilot are; their prompts are looked for before the run.
+
+        Raises:
+            OurUsageError: a prompt or a seeded cell is missing, or the out folder lies in a git
+                work tree, where no probe is written.
+        """
+        spec = self.spec
+        if not spec.quality and spec.pilot is None:
+            return {}
+        # numpy and scipy are loaded only where a window has one of them.
+        from .quality.bands import load_band
+        from .quality.pilot import plan_pilot, probe_estimate_s
+        from .quality.sealed import outside_git
+
+        defined: dict[str, dict[str, Any]] = {}
+        for position, use in enumerate(spec.quality, start=len(spec.cells)):
+            key = ("cells", position, "band")
+            band, seal = load_band(Path(use.band))
+            if seal != use.band_sha256:
+                raise spec.error(key, f"{use.band} has changed since this window was read")
+            quality = self.quality[use.name] = QualityPlan(band, seal, prompts_of(band))
+            estimated = use.estimated_s or probe_estimate_s(quality.prompts)
+            defined[use.name] = {
+                "kind": "quality",
+                "band": seal,
+                "subset": use.subset,
+                "prompts": [prompt.sha256 for prompt in band.prompts],
+                "estimated_s": estimated,
+            }
+        if spec.pilot is not None:
+            use = spec.pilot
+            known = {n: f.cell for n, f in self.found.items() if isinstance(f.cell, SeededCell)}
+            try:
+                self.pilot = plan_pilot(
+                    use.cells or tuple(SEEDED_CELLS),
+                    known=known,
+                    subset=use.subset,
+                    each=use.each,
+                    bridge=use.bridge,
+                    bridge_sampling=Sampling(**use.bridge_sampling)
+                    if use.bridge_sampling is not None
+                    else None,
+                )
+                definition = {cell.name: cell_definition(cell) for cell in self.pilot.cells}
+            except (OurUsageError, MeasurementRefused) as error:
+                raise spec.error(("pilot",), str(error)) from None
+            defined[PILOT_CELL] = {
+                "kind": "pilot",
+                "cells": definition,
+                "prompts": [text_sha256(prompt.text) for prompt in self.pilot.prompts],
+                "estimated_s": self.pilot.estimate_s("A"),
+                "seam_s": self.pilot.estimate_s("B"),
+            }
+        if spec.quality or (self.pilot is not None and self.pilot.prompts):
+            outside_git(spec.out / "probe.json")
+        return defined
 
     def _named(self, item: pytest.Item) -> bool:
         """Whether a path or node id of the command line names the item."""

@@ -21,6 +21,7 @@ __all__ = [
     "for_cells",
     "messages_sha256",
     "prompt_identity",
+    "runs_beside",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -277,6 +278,17 @@ def for_cells(*declared: Cell) -> Callable[[_Function], _Function]:
 
     def mark(function: _Function) -> _Function:
         function.__dsv41_cells__ = declared  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def runs_beside(what: Literal["quality", "pilot"]) -> Callable[[_Function], _Function]:
+    """Declare the pytest function that a window's quality cells, or its A/A pilot, run as."""
+
+    def mark(function: _Function) -> _Function:
+        function.__dsv41_cells__ = ()  # type: ignore[attr-defined]
+        function.__dsv41_beside__ = what  # type: ignore[attr-defined]
         return function
 
     return mark

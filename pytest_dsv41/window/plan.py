@@ -22,7 +22,7 @@ from .advice import MODERATED, WIDENED, check_advice
 from .deciding import check_deciding, in_pairs, is_seeded, profile_of
 from .schedule import Start, layout
 from .source import choices, shown
-from .spec import WindowSpec
+from .spec import PILOT_CELL, WindowSpec
 
 __all__ = [
     "Estimate",
@@ -79,12 +79,14 @@ class PlannedItem:
 class Estimate:
     """Expected seconds. `starts_s` is None when nothing says how long a start takes.
 
-    `down_s` is how long production is down (0 when the target holds nothing); `total_s` adds the
+    `seam_s` is the A/A pilot's start B, on production that is back and still held. `down_s` is how
+    long production is not there for others (0 when the target holds nothing); `total_s` adds the
     watch; both leave out starts that are not estimated. `window_s` is the window's deadline.
     """
 
     items_s: float
     starts_s: float | None
+    seam_s: float
     watch_s: float
     down_s: float
     total_s: float
@@ -117,7 +119,8 @@ class Plan:
     @property
     def estimate(self) -> Estimate:
         """How long the window takes, in seconds."""
-        return _estimate(self.window, self.items, self.estimates)
+        seam_s = float(self.cells[PILOT_CELL]["seam_s"]) if self.window.pilot else 0.0
+        return _estimate(self.window, self.items, self.estimates, seam_s)
 
     def profile(self, cell: str) -> str:
         """The profile of a cell, "single" or "multi": the window's word, else the cell's own."""
@@ -192,7 +195,8 @@ def make_plan(
     Args:
         spec: the checked window.
         cells: the definition (JSON) of every known cell by name; `estimated_s`, `profile` and
-            `kind` are read from it.
+            `kind` are read from it. Quality cells and the pilot stand in it too; `seam_s` of the
+            pilot's is how long start B takes.
         window_id: the window's unique id.
         seed: the window's seed; None takes the file's, else one made from the id.
         estimates: seconds of one item by cell, known from earlier windows; they win over the
@@ -213,7 +217,10 @@ def make_plan(
         used[use.name] = dict(cells[use.name])
         known = (estimates or {}).get(use.name, used[use.name].get("estimated_s", 10.0))
         seconds[use.name] = float(known if use.estimated_s is None else use.estimated_s)
-    check_deciding(spec, used)
+    for name in _beside(spec):
+        used[name] = dict(cells[name])
+        seconds[name] = float(used[name]["estimated_s"])
+    check_deciding(spec, {use.name: used[use.name] for use in spec.cells})
     check_advice(spec, used)
     if seed is None:
         seed = _seed_of(window_id) if spec.seed is None else spec.seed
@@ -230,34 +237,65 @@ def make_plan(
     return dataclasses.replace(plan, digest=_digest(plan))
 
 
+def _beside(spec: WindowSpec) -> tuple[str, ...]:
+    """The names of what runs beside the measured cells: quality cells, and the pilot."""
+    return (*(use.name for use in spec.quality), *([PILOT_CELL] if spec.pilot else []))
+
+
 def _order(spec: WindowSpec) -> Iterator[PlannedItem]:
-    """Start by start and cell by cell; interleaved: cell by cell, the starts in turn."""
+    """Start by start and cell by cell; interleaved: cell by cell, the starts in turn.
+
+    After a start's measured cells come its quality cells, and at the end of the last control start
+    the A/A pilot's start A.
+    """
     if spec.interleave:
         most = max(spec.repeats.values())
         order = [
-            (start, cell, repeat)
+            (start, cell.name, repeat, cell.decision)
             for cell in spec.cells
             for repeat in range(most)
             for start in spec.starts
             if repeat < spec.repeats_of(start.name)
         ]
+        order += [row for start in spec.starts for row in _after(spec, start)]
     else:
         order = [
-            (start, cell, repeat)
+            row
             for start in spec.starts
-            for cell in spec.cells
-            for repeat in range(spec.repeats_of(start.name))
+            for row in (
+                *(
+                    (start, cell.name, repeat, cell.decision)
+                    for cell in spec.cells
+                    for repeat in range(spec.repeats_of(start.name))
+                ),
+                *_after(spec, start),
+            )
         ]
-    for index, (start, cell, repeat) in enumerate(order):
+    for index, (start, cell, repeat, decision) in enumerate(order):
         yield PlannedItem(
-            id=f"{start.name}-{cell.name}-r{repeat}",
+            id=f"{start.name}-{cell}-r{repeat}",
             start=start.name,
             arm=start.arm,
-            cell=cell.name,
+            cell=cell,
             repeat=repeat,
             index=index,
-            decision=cell.decision,
+            decision=decision,
         )
+
+
+def _after(spec: WindowSpec, start: Start) -> Iterator[tuple[Start, str, int, bool]]:
+    """What a start runs after its measured cells.
+
+    A quality cell probes the first start of every arm, which is judged, and once more the last
+    control start, which shows how far the window's own control is from itself.
+    """
+    first = next(other for other in spec.starts if other.arm == start.arm)
+    last_control = [other for other in spec.starts if other.arm == spec.control.name][-1]
+    for use in spec.quality:
+        if start in (first, last_control):
+            yield start, use.name, 0, spec.kind == "candidate" and start == first
+    if spec.pilot is not None and start == last_control:
+        yield start, PILOT_CELL, 0, False
 
 
 _NOT_THE_RESULT = (
@@ -279,6 +317,12 @@ def _digest(plan: Plan) -> str:
     spec = {key: value for key, value in plan.spec.items() if key not in _NOT_THE_RESULT}
     spec["target"] = {key: spec["target"][key] for key in ("kind", "table")}
     spec["cells"] = [_without_estimate(use) for use in spec["cells"]]
+    if "quality" in spec:
+        # The band's seal says which one it is; where its file lies does not matter.
+        spec["quality"] = [
+            {key: value for key, value in _without_estimate(use).items() if key != "band"}
+            for use in spec["quality"]
+        ]
     matters = {
         "seed": plan.seed,
         "spec": spec,
@@ -290,7 +334,7 @@ def _digest(plan: Plan) -> str:
 
 
 def _without_estimate(cell: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in cell.items() if key != "estimated_s"}
+    return {key: value for key, value in cell.items() if key not in ("estimated_s", "seam_s")}
 
 
 def _seed_of(window_id: str) -> int:
@@ -306,7 +350,10 @@ def _typed(data: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def _estimate(
-    spec: WindowSpec, items: Sequence[PlannedItem], seconds: Mapping[str, float]
+    spec: WindowSpec,
+    items: Sequence[PlannedItem],
+    seconds: Mapping[str, float],
+    seam_s: float,
 ) -> Estimate:
     limits = spec.limits
     items_s = sum(seconds[item.cell] for item in items)
@@ -315,7 +362,7 @@ def _estimate(
     if holds:
         one = spec.start_estimate_s
         starts_s = None if one is None else one * len(spec.starts)
-    down_s = items_s + (starts_s or 0.0) if holds else 0.0
+    down_s = items_s + (starts_s or 0.0) + seam_s if holds else 0.0
     watch_s = limits.watch_s if holds else 0.0
     window_s = limits.window_s
     if window_s is None:
@@ -325,9 +372,10 @@ def _estimate(
     return Estimate(
         items_s=items_s,
         starts_s=starts_s,
+        seam_s=seam_s,
         watch_s=watch_s,
         down_s=down_s,
-        total_s=items_s + (starts_s or 0.0) + watch_s,
+        total_s=items_s + (starts_s or 0.0) + seam_s + watch_s,
         window_s=window_s,
     )
 
@@ -495,6 +543,7 @@ def describe_plan(plan: Plan, *, spreads: Spreads | None = None) -> dict[str, An
             "total": round(estimate.total_s / 60, 2),
             "items": round(estimate.items_s / 60, 2),
             "starts": None if estimate.starts_s is None else round(estimate.starts_s / 60, 2),
+            "seam": round(estimate.seam_s / 60, 2),
             "watch": round(estimate.watch_s / 60, 2),
             "production_down": round(estimate.down_s / 60, 2),
             "deadline": round(estimate.window_s / 60, 2),
@@ -530,6 +579,7 @@ def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
         )
         guards = ", ".join(use.guards) or "none"
         lines += _wrapped(f"primary {plan.primary(use.name)}, guards {guards}", "    ")
+    lines += _beside_lines(plan)
     if window.candidates:
         lines += ["", "what the repeats can show:"]
         for row in designs(plan, spreads):
@@ -545,12 +595,36 @@ def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
     lines += [
         "",
         f"time: about {_minutes(estimate.total_s)}: {estimate.items_s:.0f} s for "
-        f"{len(plan.items)} items, {starts}, {estimate.watch_s:.0f} s watch",
+        f"{len(plan.items)} items, {starts}, "
+        + (f"{estimate.seam_s:.0f} s for start B, " if window.pilot else "")
+        + f"{estimate.watch_s:.0f} s watch",
         f"production down: about {_minutes(estimate.down_s)}"
         + (" (this target holds nothing)" if window.target.kind == "endpoints" else ""),
         f"deadline of the window: {_minutes(estimate.window_s)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _beside_lines(plan: Plan) -> list[str]:
+    """The quality cells and the A/A pilot, with where they run and what they cost."""
+    lines: list[str] = []
+    for use in plan.window.quality:
+        starts = [item.start for item in plan.items if item.cell == use.name]
+        role = "decides" if any(i.decision for i in plan.items if i.cell == use.name) else "reported"
+        lines += _wrapped(
+            f"{use.name}  quality, {role}: subset {use.subset} in {', '.join(starts)}, about "
+            f"{_minutes(plan.estimates[use.name])} each, by band {use.band_sha256[:12]}",
+            "  ",
+        )
+    if plan.window.pilot is not None:
+        start = next(item.start for item in plan.items if item.cell == PILOT_CELL)
+        lines += _wrapped(
+            f"{PILOT_CELL}  reported only: start A in {start}, about "
+            f"{_minutes(plan.estimates[PILOT_CELL])}; start B on restored production before the "
+            f"HOLD goes, about {_minutes(plan.estimate.seam_s)}",
+            "  ",
+        )
+    return lines
 
 
 _STARTS_SHOWN = 40
@@ -561,7 +635,7 @@ def _start_lines(plan: Plan) -> list[str]:
     lines = []
     for start in plan.starts[:_STARTS_SHOWN]:
         repeats = window.repeats_of(start.name)
-        items = repeats * len(window.cells)
+        items = sum(item.start == start.name for item in plan.items)
         role = window.arm(start.arm).role
         lines.append(
             f"  {start.index + 1}. {start.name}  {role} '{start.arm}', "

@@ -22,7 +22,7 @@ from pydantic import (
     create_model,
 )
 
-from ..errors import SpecError
+from ..errors import MeasurementRefused, SpecError, UsageError
 from ..measure.cell import Sampling
 from ..measure.metrics import METRICS
 from ..text import one_line
@@ -39,10 +39,13 @@ from .source import KeyPath, Source, choices, read_toml, shown
 __all__ = [
     "MAX_ITEMS",
     "MIN_REPEATS",
+    "PILOT_CELL",
     "AdviceUse",
     "Arm",
     "CellUse",
     "Limits",
+    "PilotUse",
+    "QualityUse",
     "TargetTable",
     "WindowSpec",
     "example_names",
@@ -51,6 +54,8 @@ __all__ = [
 
 MIN_REPEATS = 3
 """Least repeats of an arm in a decision cell (RULES section 1)."""
+PILOT_CELL = "aa-pilot"
+"""What the items of the A/A pilot are called in a window."""
 MAX_ITEMS = 100_000
 _MAX_REPEATS = 10_000
 _MAX_TABLES = 256
@@ -161,6 +166,34 @@ class CellUse(_Frozen):
     sampling: dict[str, Any] | None = None
 
 
+class QualityUse(_Frozen):
+    """A quality cell: the distributional probe, judged by a registered band (RULES section 4).
+
+    `band` is the band's file, `band_sha256` its seal. Its subset, positions and conditions are the
+    band's own.
+    """
+
+    name: str
+    band: str
+    band_sha256: str
+    subset: str
+    estimated_s: float | None = None
+
+
+class PilotUse(_Frozen):
+    """The A/A pilot beside the window: start A in the last control start, start B in the restore.
+
+    Empty `cells`: the four registered ones. `subset` None: no probe; `each`: of each subset only
+    the first so many prompts. `bridge_sampling` None: the bridge's own settings.
+    """
+
+    cells: tuple[str, ...] = ()
+    subset: str | None = None
+    each: int | None = None
+    bridge: bool = True
+    bridge_sampling: dict[str, Any] | None = None
+
+
 class Limits(_Frozen):
     """Longest times in seconds. `window_s` None: the plan computes a generous one."""
 
@@ -226,6 +259,8 @@ class WindowSpec(_Frozen):
     """Why the window is opened although a process rule refuses it; empty: it is not."""
     limits: Limits
     advice: AdviceUse = AdviceUse()
+    quality: tuple[QualityUse, ...] = ()
+    pilot: PilotUse | None = None
     target: TargetTable
     seed: int | None
     out: Path
@@ -326,6 +361,24 @@ class _Arm(_Table):
     speculation: bool | None = None
 
 
+class _Quality(_Table):
+    """A [[cells]] table with role = "quality"."""
+
+    name: _Name
+    role: Literal["quality"]
+    band: _Folder
+    subset: str | None = None
+    estimated_s: _Seconds | None = None
+
+
+class _Pilot(_Table):
+    cells: list[_Name] = Field(default_factory=list)
+    subset: str | None = None
+    each: Annotated[int, AfterValidator(_positive)] | None = None
+    bridge: bool = True
+    bridge_sampling: dict[str, Any] | None = None
+
+
 class _Cell(_Table):
     name: _Name
     decision: bool = False
@@ -358,7 +411,7 @@ class _Variable(_Table):
     default: str | None = None
 
 
-_TOP = ("window", "arms", "cells", "limits", "advice", "variables", "target")
+_TOP = ("window", "arms", "cells", "limits", "advice", "pilot", "variables", "target")
 _TARGET_TOP = ("target", "variables")
 
 _WANTED = {
@@ -525,7 +578,7 @@ class _Reader:
         _check_top(values, _TOP, source)
         window = _parse(_Window, values.get("window", {}), source, ("window",))
         raw_arms = self._arms_tables()
-        raw_cells = self._cells_tables()
+        raw_cells, raw_quality = self._cells_tables()
         limits = _parse(_Limits, values.get("limits", {}), source, ("limits",))
         advice = _parse(_Advice, values.get("advice", {}), source, ("advice",))
         target_values, target_source, target_file = self._target_file()
@@ -564,6 +617,11 @@ class _Reader:
                 f"needs target kind 'endpoints' (servers that run side by side), "
                 f"not '{target.kind}'",
             )
+        quality = tuple(
+            self._quality(len(raw_cells) + place, use, variables)
+            for place, use in enumerate(raw_quality)
+        )
+        pilot = self._pilot(target.kind, [*raw_cells, *raw_quality])
         out_folder = Path(out if out is not None else window.out)
         campaign_folder = campaign if campaign is not None else window.campaign
         return WindowSpec(
@@ -586,6 +644,8 @@ class _Reader:
             override=self._reason(override),
             limits=Limits(**limits.model_dump()),
             advice=AdviceUse(**advice.model_dump()),
+            quality=quality,
+            pilot=pilot,
             target=target,
             seed=window.seed if seed is None else self._override_seed(seed),
             out=out_folder,
@@ -637,7 +697,7 @@ class _Reader:
             )
         return arms
 
-    def _cells_tables(self) -> list[_Cell]:
+    def _cells_tables(self) -> tuple[list[_Cell], list[_Quality]]:
         tables = self._values.get("cells", [])
         if not isinstance(tables, list):
             self._fail(("cells",), f"expected tables [[cells]], got {shown(tables)}")
@@ -646,14 +706,84 @@ class _Reader:
         if len(tables) > _MAX_TABLES:
             self._fail(("cells",), f"{len(tables)} cells; at most {_MAX_TABLES}")
         cells: list[_Cell] = []
+        quality: list[_Quality] = []
         for position, table in enumerate(tables):
-            cell = _parse(_Cell, table, self._source, ("cells", position))
-            if any(other.name == cell.name for other in cells):
-                self._fail(("cells", position, "name"), f"cell '{cell.name}' is listed twice")
+            key: KeyPath = ("cells", position)
+            cell: _Cell | _Quality
+            if isinstance(table, dict) and "role" in table:
+                cell = _parse(_Quality, table, self._source, key)
+            else:
+                cell = _parse(_Cell, table, self._source, key)
+            if any(other.name == cell.name for other in (*cells, *quality)):
+                self._fail((*key, "name"), f"cell '{cell.name}' is listed twice")
+            if isinstance(cell, _Quality):
+                quality.append(cell)
+                continue
+            if quality:
+                self._fail(key, "stands after a quality cell; quality cells run last, list them so")
             if cell.sampling is not None:
-                self._check_sampling(cell.sampling, ("cells", position, "sampling"))
+                self._check_sampling(cell.sampling, (*key, "sampling"))
             cells.append(cell)
-        return cells
+        if not cells:
+            self._fail(("cells",), "only quality cells; at least one measured cell is needed")
+        return cells, quality
+
+    def _quality(self, position: int, use: _Quality, variables: Mapping[str, str]) -> QualityUse:
+        """Read the band that a quality cell names: it is registered before the window begins."""
+        # numpy and scipy are loaded only where a window has such a cell.
+        from ..quality.bands import load_band
+
+        key: KeyPath = ("cells", position)
+        try:
+            path = (self._path.parent / str(_fill(use.band, variables))).resolve()
+            band, seal = load_band(path)
+        except (UsageError, MeasurementRefused, OSError, ValueError) as error:
+            self._fail((*key, "band"), one_line(str(error), 400))
+        if use.subset is not None and self._subset(use.subset, (*key, "subset")) != band.subset:
+            self._fail(
+                (*key, "subset"),
+                f"'{one_line(use.subset, 40)}', and the band covers '{band.subset}': a band judges "
+                "the subset that it was gathered over",
+            )
+        return QualityUse(
+            name=use.name,
+            band=str(path),
+            band_sha256=seal,
+            subset=band.subset,
+            estimated_s=use.estimated_s,
+        )
+
+    def _subset(self, text: str, key: KeyPath) -> str:
+        from ..quality.prompts import parse_subset
+
+        try:
+            return ",".join(parse_subset(text))
+        except UsageError as error:
+            self._fail(key, str(error))
+
+    def _pilot(self, kind: str, cells: Sequence[_Cell | _Quality]) -> PilotUse | None:
+        if "pilot" not in self._values:
+            return None
+        given = _parse(_Pilot, self._values["pilot"], self._source, ("pilot",))
+        if kind == "endpoints":
+            self._fail(
+                ("pilot",),
+                "start B is the restored production, which target kind 'endpoints' does not have; "
+                "run it by hand: dsv41 aa-pilot run",
+            )
+        for position, cell in enumerate(cells):
+            if cell.name == PILOT_CELL:
+                self._fail(("cells", position, "name"), f"'{PILOT_CELL}' is the pilot's own name")
+        if given.bridge_sampling is not None:
+            self._check_sampling(given.bridge_sampling, ("pilot", "bridge_sampling"))
+        subset = given.subset
+        return PilotUse(
+            cells=tuple(given.cells),
+            subset=None if subset is None else self._subset(subset, ("pilot", "subset")),
+            each=given.each,
+            bridge=given.bridge,
+            bridge_sampling=given.bridge_sampling,
+        )
 
     def _check_sampling(self, sampling: dict[str, Any], key: KeyPath) -> None:
         _parse(_Sampling, sampling, self._source, key)
