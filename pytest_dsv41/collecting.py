@@ -7,17 +7,24 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .errors import MeasurementRefused
 from .errors import UsageError as OurUsageError
 from .lifecycle.durations import known_seconds
-from .measure import Cell
-from .measure.seeded import SeededCell
+from .measure import Cell, Sampling
+from .measure.corpus import text_sha256
+from .measure.seeded import SEEDED_CELLS, SeededCell
 from .neighbours import refuse_marks
-from .window.plan import Plan, PlannedItem, make_plan
-from .window.spec import WindowSpec
+from .text import one_line
+from .window.plan import Plan, PlannedItem, make_plan, planned_items
+from .window.spec import PILOT_CELL, WindowSpec
+
+if TYPE_CHECKING:
+    from .quality.cell import QualityPlan
+    from .quality.pilot import PilotPlan
 
 __all__ = ["PLANNED", "CellCollector"]
 
@@ -42,6 +49,8 @@ class CellCollector:
         self.window_id = window_id
         self.found: dict[str, _Found] = {}
         self.plan: Plan | None = None
+        self.quality: dict[str, QualityPlan] = {}
+        self.pilot: PilotPlan | None = None
         self._narrow = list(config.getoption("file_or_dir", None) or [])
         self._collect_window()
 
@@ -199,38 +208,40 @@ class CellCollector:
         if not spec.quality and spec.pilot is None:
             return {}
         # numpy and scipy are loaded only where a window has one of them.
-        from .quality.bands import load_band
-        from .quality.pilot import plan_pilot, probe_estimate_s
+        from .quality.cell import plan_quality
+        from .quality.pilot import cell_definition, plan_pilot, probe_estimate_s
         from .quality.sealed import outside_git
 
         defined: dict[str, dict[str, Any]] = {}
         for position, use in enumerate(spec.quality, start=len(spec.cells)):
             key = ("cells", position, "band")
-            band, seal = load_band(Path(use.band))
-            if seal != use.band_sha256:
+            try:
+                quality = plan_quality(Path(use.band))
+            except (OurUsageError, MeasurementRefused) as error:
+                raise spec.error(key, one_line(str(error), 400)) from None
+            if quality.seal != use.band_sha256:
                 raise spec.error(key, f"{use.band} has changed since this window was read")
-            quality = self.quality[use.name] = QualityPlan(band, seal, prompts_of(band))
-            estimated = use.estimated_s or probe_estimate_s(quality.prompts)
+            self.quality[use.name] = quality
             defined[use.name] = {
                 "kind": "quality",
-                "band": seal,
+                "band": quality.seal,
                 "subset": use.subset,
-                "prompts": [prompt.sha256 for prompt in band.prompts],
-                "estimated_s": estimated,
+                "prompts": [prompt.sha256 for prompt in quality.band.prompts],
+                "estimated_s": use.estimated_s or probe_estimate_s(quality.prompts),
             }
         if spec.pilot is not None:
-            use = spec.pilot
+            asked = spec.pilot
             known = {n: f.cell for n, f in self.found.items() if isinstance(f.cell, SeededCell)}
             try:
                 self.pilot = plan_pilot(
-                    use.cells or tuple(SEEDED_CELLS),
+                    asked.cells or tuple(SEEDED_CELLS),
                     known=known,
-                    subset=use.subset,
-                    each=use.each,
-                    bridge=use.bridge,
-                    bridge_sampling=Sampling(**use.bridge_sampling)
-                    if use.bridge_sampling is not None
-                    else None,
+                    subset=asked.subset,
+                    each=asked.each,
+                    bridge=asked.bridge,
+                    bridge_sampling=None
+                    if asked.bridge_sampling is None
+                    else Sampling(**asked.bridge_sampling),
                 )
                 definition = {cell.name: cell_definition(cell) for cell in self.pilot.cells}
             except (OurUsageError, MeasurementRefused) as error:
@@ -261,7 +272,7 @@ class CellCollector:
 
     def _deadline(self, item: pytest.Item) -> None:
         """An item's deadline covers its call only, never a teardown or a start."""
-        seconds = self.spec.limits.item_s
+        seconds = self.deadline_s(item.stash[PLANNED].cell)
         own = item.get_closest_marker("timeout")
         given: list[Any] = [
             self.config.getoption("timeout", None),
@@ -274,6 +285,16 @@ class CellCollector:
                 if float(value) > 0:
                     seconds = min(seconds, float(value))
         item.add_marker(pytest.mark.timeout(seconds, method="signal", func_only=True), append=False)
+
+    def deadline_s(self, cell: str) -> float:
+        """The longest that one item of a cell may take: the file's limit, or by its estimate.
+
+        A quality cell's item asks for hundreds of positions and the pilot's runs whole cells.
+        """
+        limit = self.spec.limits.item_s
+        if cell in self.found or self.plan is None:
+            return limit
+        return limit + 3 * self.plan.estimates[cell]
 
 
 def _seeds(cell: Cell) -> dict[str, Any]:

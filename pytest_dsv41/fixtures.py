@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .errors import MeasurementRefused
 from .measure import (
     METRICS,
     Cell,
@@ -22,9 +23,23 @@ from .measure.record import write_record
 
 if TYPE_CHECKING:
     from .glue import WindowPlugin
+    from .quality.probe import Probe
     from .window.plan import Plan, PlannedItem
 
-__all__ = ["Measure", "Recorded", "endpoint", "hold", "measure", "restore", "start", "window"]
+__all__ = [
+    "Measure",
+    "Pilot",
+    "Probed",
+    "Recorded",
+    "endpoint",
+    "hold",
+    "measure",
+    "pilot",
+    "probed",
+    "restore",
+    "start",
+    "window",
+]
 
 _SEED_STRIDE = 1000
 _SEEDS = 1 << 31
@@ -38,6 +53,8 @@ class Recorded:
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     prompt_sha256: str | None = None
     prompt_members: tuple[str, ...] = ()
+    files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    """What a quality cell or the pilot wrote: `probe` or `start` to its file and seal."""
 
 
 class Measure:
@@ -128,6 +145,104 @@ class Measure:
         }
 
 
+class Probed:
+    """Probes the current start for a quality cell."""
+
+    def __init__(self, plugin: WindowPlugin, planned: PlannedItem) -> None:
+        self._plugin = plugin
+        self._planned = planned
+        self.recorded = plugin.results[planned.id] = Recorded()
+
+    def __call__(self) -> Probe:
+        """Run the probe that the cell's band asks for, and keep it in the window's folder.
+
+        Raises:
+            MeasurementFailed: a request did not deliver.
+            MeasurementRefused: an answer cannot be trusted; the reason names the prompt.
+        """
+        from .quality.cell import run_quality
+        from .quality.probe import save_probe
+        from .window.quality import keep_band, probe_file
+
+        plugin, planned = self._plugin, self._planned
+        run = plugin.run
+        assert run is not None
+        plan = plugin.collector.quality[planned.cell]
+        keep_band(run.folder, planned.cell, plan.path)
+        probe = run_quality(
+            run.endpoint,
+            plan,
+            role=plugin.spec.arm(planned.arm).role,
+            deadline_s=plugin.collector.deadline_s(planned.cell),
+            salt=f"{run.plan.window_id}-{planned.id}",
+            stop=run.stop_event,
+            progress=lambda now: plugin.tell(
+                planned, f"probe, position {now.done} of {now.total}: {now.prompt}"
+            ),
+        )
+        path = probe_file(run.folder, planned)
+        path.parent.mkdir(exist_ok=True)
+        seal = save_probe(path, probe)
+        self.recorded.files["probe"] = {
+            "file": path.relative_to(run.folder).as_posix(),
+            "sha256": seal,
+        }
+        return probe
+
+
+class Pilot:
+    """Runs start A of the A/A pilot on the current start, and plans start B."""
+
+    def __init__(self, plugin: WindowPlugin, planned: PlannedItem) -> None:
+        self._plugin = plugin
+        self._planned = planned
+        self.recorded = plugin.results[planned.id] = Recorded()
+
+    def __call__(self) -> None:
+        """Run start A, keep its record, and let the restore's seam run start B.
+
+        Raises:
+            MeasurementFailed: stopped, or not finished at the deadline.
+            MeasurementRefused: kind `pilot`: something in it was refused; the record has the rest.
+        """
+        from .lifecycle.pilot import keep_start, pilot_seam
+        from .quality.pilot import refused_parts, run_start
+
+        plugin, planned = self._plugin, self._planned
+        run, plan = plugin.run, plugin.collector.pilot
+        assert run is not None
+        assert run.started is not None
+        assert plan is not None
+        cap = run.started.clock_cap
+        record, probe = run_start(
+            run.endpoint,
+            plan,
+            start="A",
+            deadline_s=plugin.collector.deadline_s(planned.cell),
+            salt=f"{run.plan.window_id}-A",
+            commit=run.commit,
+            clock_cap_mhz=None if cap.source == "none" else cap.mhz,
+            stop=run.stop_event,
+            progress=lambda text: plugin.tell(planned, text),
+        )
+        path, seal = keep_start(run.folder, record, probe)
+        self.recorded.files["start"] = {
+            "file": path.relative_to(run.folder).as_posix(),
+            "sha256": seal,
+        }
+        run.seam = pilot_seam(
+            run.folder,
+            plan,
+            production=run.target.production,
+            salt=f"{run.plan.window_id}-B",
+            commit=run.commit,
+            deadline_s=run.seam_s,
+        )
+        refused = refused_parts(record)
+        if refused:
+            raise MeasurementRefused("pilot", f"start A: {'; '.join(refused)}")
+
+
 def _plugin(request: pytest.FixtureRequest) -> WindowPlugin:
     found: WindowPlugin = request.config.pluginmanager.getplugin("dsv41-window")
     return found
@@ -179,6 +294,18 @@ def measure(
     """Call it to send the cell's requests and record their values for this item."""
     plugin = _plugin(request)
     return Measure(plugin, start, plugin.collector.found[_dsv41_item[0]].cell)
+
+
+@pytest.fixture
+def probed(request: pytest.FixtureRequest, start: PlannedItem) -> Probed:
+    """Call it to probe the current start for a quality cell."""
+    return Probed(_plugin(request), start)
+
+
+@pytest.fixture
+def pilot(request: pytest.FixtureRequest, start: PlannedItem) -> Pilot:
+    """Call it to run start A of the A/A pilot."""
+    return Pilot(_plugin(request), start)
 
 
 @pytest.fixture

@@ -40,13 +40,15 @@ from .targets import TARGETS, TargetFactory, name_class, name_factory
 from .text import one_line
 from .window.plan import Plan, PlannedItem, describe_plan, render_plan
 from .window.process_rules import archived, ask
-from .window.spec import WindowSpec, example_names, load_spec
+from .window.spec import PILOT_CELL, WindowSpec, example_names, load_spec
 from .window.summary import ProcessRules, Summary
 
 __all__ = ["WindowPlugin", "list_windows", "register"]
 
 CAUSE = pytest.StashKey[BaseException]()
 _OPEN = "window::open"
+_SEAM_LEAST_S = 60.0
+"""What start B may take beside three times its estimate."""
 _RESTORE = "window::restore"
 
 
@@ -192,6 +194,8 @@ class WindowPlugin:
         spec = self.spec
         limits = {k: float(v) for k, v in spec.limits.model_dump().items() if v is not None}
         limits["window_s"] = self.plan.estimate.window_s if self.plan else 0.0
+        if self.plan and self.plan.window.pilot:
+            limits["seam_s"] = _SEAM_LEAST_S + 3 * self.plan.estimate.seam_s
         return TargetRecord(
             window=self.window_id,
             factory=f"{self.factory.__module__}:{getattr(self.factory, '__qualname__', '')}",
@@ -214,8 +218,13 @@ class WindowPlugin:
         spec = self.spec
         return [
             f"window: {self.window_id} ({spec.kind}): {spec.hypothesis}",
-            f"window: {spec.schedule}, cells {', '.join(use.name for use in spec.cells)}",
+            f"window: {spec.schedule}, cells {', '.join(self._cell_names())}",
         ]
+
+    def _cell_names(self) -> list[str]:
+        spec = self.spec
+        names = [use.name for use in (*spec.cells, *spec.quality)]
+        return [*names, PILOT_CELL] if spec.pilot else names
 
     def pytest_report_collectionfinish(self) -> list[str]:
         if self.plan is None or self.mode:
@@ -467,7 +476,7 @@ class WindowPlugin:
         elif error is not None:
             outcome, kind = "failed", type(error).__name__
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        elif recorded is None or not recorded.values:
+        elif recorded is None or not (recorded.values or recorded.files):
             outcome, kind, reason = "failed", "nothing-recorded", "the cell recorded no value"
         begun_utc, begun = self._begun[planned.id]
         row = {
@@ -487,15 +496,22 @@ class WindowPlugin:
             },
             "prompt_sha256": recorded.prompt_sha256 if recorded else None,
             "prompt_members": list(recorded.prompt_members) if recorded else [],
-            "max_tokens": self.collector.found[planned.cell].cell.max_tokens,
+            "max_tokens": self._max_tokens(planned.cell),
             "started_utc": begun_utc,
             "duration_s": round(time.monotonic() - begun, 6),
         }
+        if recorded is not None and recorded.files:
+            row["files"] = recorded.files
         try:
             run.record(row)
         except (OSError, ValueError) as lost:
             # A value that is not on disk was not measured; the window ends in order.
             run.request_stop(one_line(f"{planned.id} could not be recorded: {lost}"))
+
+    def _max_tokens(self, cell: str) -> int | None:
+        """Tokens of one answer; a quality cell and the pilot have no one number."""
+        found = self.collector.found.get(cell)
+        return None if found is None else found.cell.max_tokens
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -659,6 +675,12 @@ class WindowPlugin:
             with contextlib.suppress(OSError), Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
+    def tell(self, item: PlannedItem, text: str) -> None:
+        """Show what an item that takes long is at."""
+        if self.run is not None:
+            self.run.state.phase = one_line(text, 80)
+            self._show(self.run.state, item=item)
+
     def _show(self, state: State, item: PlannedItem | None = None) -> None:
         run = self.run
         plan = self.plan
@@ -667,12 +689,16 @@ class WindowPlugin:
             start=state.start,
             cell=item.cell if item else "",
             repeat=(item.repeat + 1) if item else 0,
-            repeats=self.spec.repeats_of(item.start) if item else 0,
+            repeats=self._repeats(item) if item else 0,
             item=(item.index + 1) if item else 0,
             items=len(plan.items) if plan else 0,
             seconds_left=state.seconds_left or (self._left(item) if item and run else None),
             production=state.production,
         )
+
+    def _repeats(self, item: PlannedItem) -> int:
+        beside = item.cell not in self.collector.found
+        return 1 if beside else self.spec.repeats_of(item.start)
 
     def _left(self, item: PlannedItem) -> float | None:
         plan = self.plan

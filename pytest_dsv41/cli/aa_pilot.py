@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from ..measure.group import Endpoint
-    from ..quality.pilot import probe_path, run_start
+    from ..quality.pilot import probe_path, refused_parts, run_start
     from ..quality.probe import save_probe
     from ..quality.sealed import outside_git, write_sealed
 
@@ -130,9 +130,9 @@ def _run(args: argparse.Namespace) -> int:
     if probe is not None:
         save_probe(probe_path(args.out), probe)
     write_sealed(args.out, record)
-    refused = _show_start(record)
+    _show_start(record)
     print(f"record: {args.out}")
-    return 1 if refused else 0
+    return 1 if refused_parts(record) else 0
 
 
 def _plan(args: argparse.Namespace) -> PilotPlan:
@@ -183,8 +183,8 @@ def _probe_s(plan: PilotPlan) -> str:
     return f"{probe_estimate_s(plan.prompts):.0f}"
 
 
-def _show_start(record: Mapping[str, Any]) -> int:
-    """Say what each cell came to; return how many were refused of those that are compared."""
+def _show_start(record: Mapping[str, Any]) -> None:
+    """Say what each cell and the probe came to."""
     for name, cell in (*record["cells"].items(), *(record["bridge"] or {}).items()):
         told = cell["refused"] if "refused" in cell else f"{len(cell['pairs'])} pairs"
         print(f"  {name}: {one_line(told, 300)}")
@@ -192,8 +192,6 @@ def _show_start(record: Mapping[str, Any]) -> int:
     if probed is not None:
         told = f"subset {probed['subset']}" if "subset" in probed else probed["refused"]
         print(f"  probe: {one_line(told, 300)}")
-    compared = (*record["cells"].values(), *([probed] if probed else []))
-    return sum("refused" in one for one in compared)
 
 
 # -- compare --------------------------------------------------------------------------------------
@@ -201,18 +199,25 @@ def _show_start(record: Mapping[str, Any]) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from ..quality.aa_compare import START_SCHEMA, compare_starts
+    from ..quality.pilot import probe_path
+    from ..quality.probe import load_probe
     from ..quality.sealed import read_sealed, write_sealed
 
     if args.out is not None:
         _free(args.out)
     a, b = (read_sealed(path, "start", START_SCHEMA, dict)[0] for path in (args.a, args.b))
-    pilot = compare_starts(a, b)
+    beside = [probe_path(path) for path in (args.a, args.b)]
+    there = all(path.exists() for path in beside)
+    probes = (load_probe(beside[0]), load_probe(beside[1])) if there else None
+    pilot = compare_starts(a, b, probes=probes)
     if args.out is not None:
         write_sealed(args.out, pilot)
     if args.json:
         print(json.dumps(pilot, indent=2))
     else:
         _show_pilot(pilot, args.out)
+        if probes is not None and "refused" not in (pilot["distribution"] or {}):
+            print(f"register the two probes: dsv41 dist-gate band {beside[0]} {beside[1]} …")
     return 0 if pilot["passed"] else 2
 
 
@@ -246,6 +251,9 @@ def _show_pilot(pilot: Mapping[str, Any], out: Path | None) -> None:
             )
         for metric, why in cell["missing"].items():
             print(f"  {metric:<20} {one_line(why, 120)}")
+    found = pilot["distribution"]
+    if found is not None:
+        print(f"probe, A against B: {_distribution_text(found)}")
     if pilot["bridge"]:
         _show_bridge(pilot["bridge"])
     if out is not None:
@@ -254,6 +262,16 @@ def _show_pilot(pilot: Mapping[str, Any], out: Path | None) -> None:
         line = start_sd_line(pilot, _primaries(pilot))
         if line:
             print(f"one pilot alone (1 df) would register: {line}")
+
+
+def _distribution_text(found: Mapping[str, Any]) -> str:
+    if "refused" in found:
+        return one_line(found["refused"], 300)
+    return (
+        f"mean KL {found['mean_kl']:.3g} nats over {found['positions']} positions "
+        f"({found['subset']}), {found['disagreements']} other likeliest tokens, "
+        f"{found['untrusted']} with a common mass below 0.99"
+    )
 
 
 def _show_bridge(report: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """
     # numpy and scipy are loaded by the verdict only.
     from ..window.advice import read_prior
+    from ..window.quality import judge_quality
     from ..window.summary import FILE_NAME, read_summary
     from ..window.verdict import conclude, read_folder
 
@@ -41,7 +42,13 @@ def run(args: argparse.Namespace) -> int:
     plan, values = read_folder(folder)
     summary = read_summary(folder) if (folder / FILE_NAME).exists() else None
     stopped = summary.stopped if summary else None
-    outcome = conclude(plan, values, stopped=stopped, prior=read_prior(folder, plan))
+    outcome = conclude(
+        plan,
+        values,
+        stopped=stopped,
+        prior=read_prior(folder, plan),
+        quality=judge_quality(folder, plan, values),
+    )
     if args.json:
         print(json.dumps({"window_id": plan.window_id, **outcome.to_json()}, indent=2))
     else:

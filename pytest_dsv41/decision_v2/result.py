@@ -154,7 +154,8 @@ class CellResult:
     """One cell judged: WIN, LOSS, INCONCLUSIVE, or REFUSED (a report-only cell only).
 
     `decides` says whether the verdict counts; `series` is primary first, empty when refused;
-    `reason` says why the cell's verdict is not simply its primary's, or what was refused.
+    `reason` says why the cell's verdict is not simply its primary's, or what was refused. A quality
+    cell is PASS or LOSS, has no series, and `gate` holds what its distributional gate found.
     """
 
     cell: str
@@ -164,6 +165,7 @@ class CellResult:
     reason: str
     profile: str | None = None
     advice: tuple[Advice, ...] = ()
+    gate: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -177,10 +179,15 @@ class CellResult:
             out["profile"] = self.profile
         if self.advice:
             out["advice"] = [advice.to_dict() for advice in self.advice]
+        if self.gate is not None:
+            out["gate"] = dict(self.gate)
         return out
 
     def explain(self) -> str:
         """The cell in two or three plain sentences."""
+        if self.gate is not None:
+            told = f"{self.cell}: quality {self.verdict}: {self.reason}."
+            return told if self.decides else f"{told} Reported only: it decides nothing."
         if not self.series:
             return f"{self.cell}: REFUSED, reported only: {self.reason}."
         primary, *guards = self.series
@@ -287,6 +294,7 @@ class Decision:
 
     `groups` holds the named groups of win2-v1, `profiles` those of seeded pairs; the one that the
     rule does not have is None. `cells` keeps the order in which the cells were given.
+    `speed_verdict` is what the measured cells alone said, where a quality cell overruled them.
     """
 
     rule: str
@@ -296,6 +304,7 @@ class Decision:
     cells: Mapping[str, CellResult]
     groups: Mapping[str, Group] | None = None
     profiles: Mapping[str, Group] | None = None
+    speed_verdict: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything needed to follow the arithmetic by hand, as JSON values (no NaN)."""
@@ -305,6 +314,8 @@ class Decision:
             "verdict": self.verdict,
             "decision_cells": list(self.decision_cells),
         }
+        if self.speed_verdict is not None:
+            out["speed_verdict"] = self.speed_verdict
         for name, groups in (("groups", self.groups), ("profiles", self.profiles)):
             if groups is not None:
                 out[name] = {key: group.to_dict() for key, group in groups.items()}
@@ -316,11 +327,42 @@ class Decision:
         lines = [cell.explain() for cell in self.cells.values()]
         for name, group in {**(self.groups or {}), **(self.profiles or {})}.items():
             lines.append(f"{name} ({', '.join(group.cells)}): {group.verdict}.")
-        if self.decision_cells:
-            lines.append(f"Window: {self.verdict} (decided by {', '.join(self.decision_cells)}).")
+        decided = ", ".join(self.decision_cells)
+        if self.speed_verdict is not None:
+            lost = ", ".join(
+                name for name, c in self.cells.items() if c.gate is not None and c.verdict == LOSS
+            )
+            lines.append(
+                f"Window: {self.verdict} by quality (LOSS in {lost}), whatever the speed, which "
+                f"alone gave {self.speed_verdict} (decided by {decided})."
+            )
+        elif self.decision_cells:
+            lines.append(f"Window: {self.verdict} (decided by {decided}).")
         else:
             lines.append(f"Window: {self.verdict} (no cell decides).")
         return lines
+
+    def with_quality(self, cells: Sequence[CellResult]) -> Decision:
+        """The same decision with quality cells: one that decides and lost rejects the candidate.
+
+        It rejects in every group and profile, whatever the speed.
+        """
+        beside = replace(self, cells={**self.cells, **{cell.cell: cell for cell in cells}})
+        if not any(cell.decides and cell.verdict == LOSS for cell in cells):
+            return beside
+
+        def rejected(groups: Mapping[str, Group] | None) -> Mapping[str, Group] | None:
+            if groups is None:
+                return None
+            return {n: replace(group, verdict=NOT_A_CANDIDATE) for n, group in groups.items()}
+
+        return replace(
+            beside,
+            verdict=NOT_A_CANDIDATE,
+            groups=rejected(self.groups),
+            profiles=rejected(self.profiles),
+            speed_verdict=self.verdict,
+        )
 
     def advised(self, advice: Mapping[str, Sequence[Advice]]) -> Decision:
         """The same decision with advice shown beside cells: {cell: [Advice, …]}. No verdict moves.

@@ -315,7 +315,7 @@ class _Closer:
         try:
             with self.journal.step(SEAM_STEP, work=seam.name, deadline_s=seam.deadline_s):
                 self.lease.check()
-                run_seam(seam, lambda left: self.progress("restore: production is measured", left))
+                run_seam(seam, lambda left: self.progress(f"restore: {seam.doing()}", left))
         except BaseException as error:  # noqa: BLE001 - production is back, and stays back
             self.result.seam = f"FAILED: {one_line(str(error) or type(error).__name__)}"
         else:

@@ -23,12 +23,14 @@ from ..errors import Dsv41Error, UsageError
 from ..text import one_line
 from ..window.advice import read_prior
 from ..window.plan import Plan
+from ..window.quality import judge_quality
 from ..window.summary import (
     RESTORE_FAILED,
     RESTORE_NOT_NEEDED,
     ArchiveHead,
     ArchiveUse,
     ArmInfo,
+    PilotInfo,
     ProcessRules,
     Promotion,
     Restore,
@@ -43,6 +45,7 @@ from ..window.summary import (
 from ..window.verdict import Outcome, conclude
 from .closing import CloseResult
 from .journal import Journal, utc_now
+from .pilot import conclude_pilot
 from .record import TargetRecord, read_record
 
 __all__ = [
@@ -95,7 +98,14 @@ def finish_window(
     values = read_json_lines(folder / "values.jsonl")
     alerts = list(closed.alerts)
     prior = read_prior(folder, plan)
-    outcome = conclude(plan, values, stopped=stopped, report_only=report_only, prior=prior)
+    outcome = conclude(
+        plan,
+        values,
+        stopped=stopped,
+        report_only=report_only,
+        prior=prior,
+        quality=judge_quality(folder, plan, values),
+    )
     clocks = _clocks(journal.lines())
     # Before the append: the archive's spread is that of the windows before this one.
     spreads = _spreads(plan, record, values, clocks)
@@ -150,6 +160,7 @@ def finish_window(
         alerts=tuple(alerts),
         software=_software(),
         notes=tuple(notes),
+        pilot=PilotInfo(**conclude_pilot(folder)) if plan.window.pilot else None,
         advisory={
             **_advisory(plan, values, rules or {}),
             **{name: tuple(lines) for name, lines in outcome.advisory.items()},

@@ -37,6 +37,8 @@ class Seam:
     work: Callable[[threading.Event], Any]
     keep: Callable[[Any], None]
     deadline_s: float
+    doing: Callable[[], str] = lambda: "production is measured"
+    """What it is at, in a few words."""
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Set from anywhere (a signal handler too) to end the work early."""
 

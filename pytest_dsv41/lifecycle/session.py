@@ -159,6 +159,11 @@ class WindowRun:
         return self._target
 
     @property
+    def seam_s(self) -> float:
+        """The longest that work in the restore's seam may take, in seconds; 0 where none is."""
+        return self._record.limits.get("seam_s", 0.0)
+
+    @property
     def hold(self) -> Hold:
         """The HOLD over the target's hosts."""
         return Hold(self.target.hold_sites())

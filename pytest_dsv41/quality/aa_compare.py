@@ -14,9 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ..decision_v2 import ORIENTATION
-from ..errors import UsageError
+from ..errors import MeasurementRefused, UsageError
 from ..text import one_line
 from .bridge import bridge_report
+from .compare import compare_probes
+from .probe import Probe
 from .sealed import seal_of
 
 __all__ = [
@@ -41,16 +43,22 @@ _SHARED: Final = ("engine", "model", "commit", "clock_cap_mhz")
 # -- two starts -----------------------------------------------------------------------------------
 
 
-def compare_starts(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+def compare_starts(
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    *,
+    probes: tuple[Probe, Probe] | None = None,
+) -> dict[str, Any]:
     """Return the pilot record of start A and start B (WIN2 "Seeded A/A pilot recipe" item 3).
 
     Per cell and metric, over the pairs that both starts have (three at least), with
     d_i = s (b_i - a_i) / a_i, positive meaning that B is better: `diff_cv` is the SD of d,
     `start_sd` is |mean d| / sqrt 2, one degree of freedom's estimate of the between-start SD, and
     `pair_noise` what of it the pairs' own spread explains, diff_cv / sqrt(2 n). All fractions.
+    `probes` are the two starts' own; how far they lie apart stands in `distribution`.
 
     Raises:
-        UsageError: the records are not an A and a B of one definition.
+        UsageError: the records are not an A and a B of one definition, or a probe is not theirs.
     """
     for record, name in ((a, "A"), (b, "B")):
         if record.get("start") != name:
@@ -84,7 +92,39 @@ def compare_starts(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]
         "start_sd": {f"{name}/{one['metric']}": one["start_sd"] for name, one in series},
         "df": {f"{name}/{one['metric']}": 1 for name, one in series},
         "expect_identical": passed,
+        "distribution": _distribution(a, b, probes),
         "bridge": bridge_report(a["bridge"]) if a.get("bridge") else None,
+    }
+
+
+def _distribution(
+    a: Mapping[str, Any], b: Mapping[str, Any], probes: tuple[Probe, Probe] | None
+) -> dict[str, Any] | None:
+    """The A/A comparison of the two probes: what `dsv41 dist-gate band` registers them for."""
+    refused = [
+        f"start {start}: {record['probe']['refused']}"
+        for start, record in (("A", a), ("B", b))
+        if record.get("probe") and "refused" in record["probe"]
+    ]
+    if refused:
+        return {"refused": "; ".join(refused)}
+    if probes is None:
+        return None
+    for probe, record in zip(probes, (a, b), strict=True):
+        if not record.get("probe") or record["probe"]["sha256"] != probe.sha256:
+            raise UsageError(f"the probe of run {probe.run} is not start {record['start']}'s")
+    try:
+        compared = compare_probes(*probes)
+    except MeasurementRefused as error:
+        return {"refused": one_line(f"{error.kind}: {error}")}
+    return {
+        "a": compared.control,
+        "b": compared.candidate,
+        "subset": probes[0].subset,
+        "positions": len(compared.positions),
+        "mean_kl": compared.mean_kl,
+        "disagreements": compared.disagreements,
+        "untrusted": compared.untrusted,
     }
 
 

@@ -31,10 +31,12 @@ from .prompts import ProbePrompt, parse_subset, probe_prompts
 __all__ = [
     "PILOT_SUBSET",
     "PilotPlan",
+    "cell_definition",
     "cell_record",
     "plan_pilot",
     "probe_estimate_s",
     "probe_path",
+    "refused_parts",
     "run_start",
 ]
 
@@ -142,7 +144,7 @@ def run_start(
         raise UsageError(f"start {one_line(start, 20)!r}; valid: A, B")
     until = time.monotonic() + deadline_s
     salt = salt or f"aa-pilot-{secrets.token_hex(8)}"
-    definitions = {cell.name: _definition(cell) for cell in plan.cells}
+    definitions = {cell.name: cell_definition(cell) for cell in plan.cells}
     model = endpoint.model or get_engine(endpoint.engine).models(endpoint.url)[0]
 
     def run(cell: SeededCell, number: int, count: int) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def run_start(
     bridged: dict[str, Any] = {}
     for number, cell in enumerate(bridge, start=len(cells) + 1):
         try:
-            _definition(cell)
+            cell_definition(cell)
         except (UsageError, MeasurementRefused) as error:
             bridged[cell.name] = {"refused": f"not run: {one_line(str(error))}"}
             continue
@@ -214,6 +216,12 @@ def run_start(
         "bridge": bridged or None,
     }
     return record, probe
+
+
+def refused_parts(record: Mapping[str, Any]) -> list[str]:
+    """What of a start was refused among the parts that are compared, one line each."""
+    parts = {**record["cells"], **({"probe": record["probe"]} if record["probe"] else {})}
+    return [f"{name}: {part['refused']}" for name, part in parts.items() if "refused" in part]
 
 
 def probe_path(record: Path) -> Path:
@@ -261,7 +269,7 @@ def cell_record(cell: SeededCell, result: SeededResult) -> dict[str, Any]:
     }
 
 
-def _definition(cell: SeededCell) -> dict[str, Any]:
+def cell_definition(cell: SeededCell) -> dict[str, Any]:
     """What a cell is, down to the texts it will send."""
     members = [text_sha256(cell.text(prompt)) for prompt in cell.prompts]
     return {

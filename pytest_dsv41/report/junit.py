@@ -32,6 +32,8 @@ from .model import (
     load_window,
     missing_lines,
     number_text,
+    pilot_text,
+    quality_rows,
     restore_text,
     watch_text,
 )
@@ -97,6 +99,12 @@ def _properties(files: WindowFiles) -> list[tuple[str, str]]:
             (f"decision.{arm}", decision.get("verdict", ""))
             for arm, decision in summary.decisions.items()
         ]
+        pairs += [
+            (f"quality.{arm}.{cell}", f"{verdict}: {reason}")
+            for arm, cell, verdict, reason in quality_rows(summary)
+        ]
+        if summary.pilot:
+            pairs.append(("aa_pilot", pilot_text(summary)))
         if summary.promotion:
             promoted = summary.promotion
             pairs.append(

@@ -38,6 +38,8 @@ __all__ = [
     "number_text",
     "pairs_text",
     "percent_text",
+    "pilot_text",
+    "quality_rows",
     "restore_text",
     "seconds_between",
     "series_rows",
@@ -500,6 +502,31 @@ def missing_lines(summary: Summary) -> tuple[str, ...]:
     )
 
 
+def pilot_text(summary: Summary) -> str:
+    """Return the A/A pilot in one line; "" where none was planned."""
+    pilot = summary.pilot
+    if pilot is None:
+        return ""
+    parts = [f"{pilot.status}, reported only"]
+    parts += pilot.reasons
+    found = pilot.distribution
+    if found and _is_number(found.get("mean_kl")):
+        parts.append(f"A/A mean KL {number_text(found['mean_kl'])}")
+    if pilot.record:
+        parts.append(pilot.record)
+    return "; ".join(parts)
+
+
+def quality_rows(summary: Summary) -> tuple[tuple[str, str, str, str], ...]:
+    """Return (arm, cell, verdict, reason) of every quality cell that was judged."""
+    return tuple(
+        (arm, cell, str(table.get("verdict", "")), str(table.get("reason", "")))
+        for arm, decision in summary.decisions.items()
+        for cell, table in _tables(decision.get("cells")).items()
+        if "gate" in table
+    )
+
+
 def restore_text(summary: Summary) -> str:
     """Return the restore in one line."""
     restore = summary.restore
@@ -510,6 +537,8 @@ def restore_text(summary: Summary) -> str:
         parts.append(duration_text(restore.seconds))
     if restore.reason:
         parts.append(restore.reason)
+    if restore.seam:
+        parts.append(f"seam {restore.seam}")
     return ", ".join(parts)
 
 

@@ -36,6 +36,8 @@ from .model import (
     number_text,
     pairs_text,
     percent_text,
+    pilot_text,
+    quality_rows,
     restore_text,
     seconds_between,
     series_rows,
@@ -224,6 +226,12 @@ def _facts(summary: Summary) -> list[RenderableType]:
     if summary.stopped:
         lines.append(("stopped", summary.stopped, "magenta"))
     lines += [("incomplete", text, "magenta") for text in missing_lines(summary)]
+    lines += [
+        (f"quality {arm}", f"{verdict} in {cell}: {reason}", _STYLE.get(verdict, ""))
+        for arm, cell, verdict, reason in quality_rows(summary)
+    ]
+    if summary.pilot:
+        lines.append(("A/A pilot", pilot_text(summary), ""))
     lines += [("note", text, "") for text in summary.notes]
     lines += [(name, text, "") for name, said in summary.advisory.items() for text in said]
     lines.append(

@@ -33,6 +33,7 @@ __all__ = [
     "describe_plan",
     "designs",
     "make_plan",
+    "planned_items",
     "render_plan",
     "spread_of",
 ]
@@ -229,12 +230,17 @@ def make_plan(
         seed=seed,
         spec=spec.to_json(),
         starts=spec.starts,
-        items=tuple(_order(spec)),
+        items=planned_items(spec),
         cells=used,
         estimates=seconds,
         digest="",
     )
     return dataclasses.replace(plan, digest=_digest(plan))
+
+
+def planned_items(spec: WindowSpec) -> tuple[PlannedItem, ...]:
+    """The items of a window in their order."""
+    return tuple(_order(spec))
 
 
 def _beside(spec: WindowSpec) -> tuple[str, ...]:
@@ -610,7 +616,9 @@ def _beside_lines(plan: Plan) -> list[str]:
     lines: list[str] = []
     for use in plan.window.quality:
         starts = [item.start for item in plan.items if item.cell == use.name]
-        role = "decides" if any(i.decision for i in plan.items if i.cell == use.name) else "reported"
+        role = (
+            "decides" if any(i.decision for i in plan.items if i.cell == use.name) else "reported"
+        )
         lines += _wrapped(
             f"{use.name}  quality, {role}: subset {use.subset} in {', '.join(starts)}, about "
             f"{_minutes(plan.estimates[use.name])} each, by band {use.band_sha256[:12]}",

@@ -707,6 +707,7 @@ class _Reader:
             self._fail(("cells",), f"{len(tables)} cells; at most {_MAX_TABLES}")
         cells: list[_Cell] = []
         quality: list[_Quality] = []
+        names: set[str] = set()
         for position, table in enumerate(tables):
             key: KeyPath = ("cells", position)
             cell: _Cell | _Quality
@@ -714,8 +715,9 @@ class _Reader:
                 cell = _parse(_Quality, table, self._source, key)
             else:
                 cell = _parse(_Cell, table, self._source, key)
-            if any(other.name == cell.name for other in (*cells, *quality)):
+            if cell.name in names:
                 self._fail((*key, "name"), f"cell '{cell.name}' is listed twice")
+            names.add(cell.name)
             if isinstance(cell, _Quality):
                 quality.append(cell)
                 continue

@@ -43,6 +43,7 @@ __all__ = [
     "ArchiveUse",
     "ArmInfo",
     "CellResolution",
+    "PilotInfo",
     "ProcessRules",
     "Promotion",
     "Restore",
@@ -201,6 +202,32 @@ class Watch(_Part):
     reason: str | None = Field(default=None, description="What it saw, if it failed.")
 
 
+class PilotInfo(_Part):
+    """The A/A pilot that ran beside the window; it decides nothing. Figures are fractions."""
+
+    status: str = Field(
+        min_length=1,
+        description="PASSED (every seeded cell with one request at a time gave the same tokens in"
+        " the same rounds in both starts), FAILED, or INCOMPLETE.",
+        examples=["PASSED", "FAILED", "INCOMPLETE"],
+    )
+    reasons: tuple[str, ...] = Field(default=(), description="Why it is not PASSED.")
+    record: str | None = Field(default=None, description="The pilot's record, in the folder.")
+    expect_identical: bool = Field(
+        default=False, description="Whether expect_identical may rest on this pilot."
+    )
+    diff_cv: dict[str, _Fraction] = Field(
+        default_factory=dict, description="`<cell>/<metric>` to the CV of paired differences."
+    )
+    start_sd: dict[str, _Fraction] = Field(
+        default_factory=dict, description="`<cell>/<metric>` to the between-start SD, 1 df."
+    )
+    distribution: dict[str, Any] | None = Field(
+        default=None, description="The two probes beside each other; null: no probe."
+    )
+    h4: str | None = Field(default=None, description="The bridge's H4 line; null: no bridge.")
+
+
 class ArchiveHead(_Part):
     """State of the control archive at one moment."""
 
@@ -340,6 +367,9 @@ class Summary(_Part):
         default_factory=dict,
         description="Registered advice, or a rule of the user's own, to what it says; it never"
         " decides.",
+    )
+    pilot: PilotInfo | None = Field(
+        default=None, description="The A/A pilot beside the window; null: none was planned."
     )
     stopped: str | None = Field(
         default=None, description="Why the window ended early or was refused; null: it did not."

@@ -18,6 +18,7 @@ from typing import Any, Final
 from ..decision_v2 import (
     ORIENTATION,
     Advice,
+    CellResult,
     Decision,
     Refused,
     SeededSeries,
@@ -42,6 +43,7 @@ from .advice import (
 )
 from .deciding import in_pairs, is_seeded, judged
 from .plan import Plan, PlannedItem
+from .quality import QualityVerdict
 from .schedule import layout
 from .source import read_regular, shown
 from .summary import Status
@@ -98,6 +100,7 @@ def conclude(
     stopped: str | None = None,
     report_only: bool = False,
     prior: FrozenPrior | None = None,
+    quality: Mapping[str, Sequence[QualityVerdict]] | None = None,
 ) -> Outcome:
     """Decide a window from its plan and its values.
 
@@ -107,9 +110,10 @@ def conclude(
         stopped: why the window ended early, if it did.
         report_only: report and decide nothing, also where the plan says otherwise.
         prior: what `read_prior` gives, for the advice of a window that registered it.
+        quality: what `judge_quality` gives, for a window with quality cells.
     """
     judge = _Judge(plan, values, report_only=report_only or plan.window.report_only)
-    return judge.outcome(stopped, prior)
+    return judge.outcome(stopped, prior, quality or {})
 
 
 class _Judge:
@@ -125,15 +129,21 @@ class _Judge:
         self._notes: list[str] = []
         self._records = self._measured(values)
 
-    def outcome(self, stopped: str | None, prior: FrozenPrior | None) -> Outcome:
+    def outcome(
+        self,
+        stopped: str | None,
+        prior: FrozenPrior | None,
+        quality: Mapping[str, Sequence[QualityVerdict]],
+    ) -> Outcome:
         if stopped:
             self._incomplete.append(f"stopped: {one_line(stopped)}")
         decisions: dict[str, Decision] = {}
         if self._window.kind != "admission":
             for arm in self._window.candidates:
                 decision = self._decide(arm.name)
+                cells = self._quality(arm.name, quality.get(arm.name, ()))
                 if decision is not None:
-                    decisions[arm.name] = decision
+                    decisions[arm.name] = decision.with_quality(cells)
         if not self._records and not self._incomplete:
             self._incomplete.append("nothing was measured")
         status = self._status(decisions)
@@ -236,6 +246,24 @@ class _Judge:
         cells = {name: cell for one in found for name, cell in one.cells.items()}
         in_order = {use.name: cells[use.name] for use in self._window.cells if use.name in cells}
         return dataclasses.replace(ruling, cells=in_order)
+
+    def _quality(self, arm: str, verdicts: Sequence[QualityVerdict]) -> list[CellResult]:
+        """The quality cells of one arm; what could not be judged is missing for the decision."""
+        told = {verdict.cell: verdict for verdict in verdicts}
+        cells: list[CellResult] = []
+        for use in self._window.quality:
+            found = told.get(use.name)
+            if found is None or found.verdict is None:
+                why = found.reason if found else "its probes were not looked at"
+                self._missing(True, f"arm {arm}: {use.name} not judged: {one_line(why)}")
+                continue
+            self._notes.extend(f"arm {arm}: {one_line(note)}" for note in found.notes)
+            cells.append(
+                CellResult(
+                    use.name, found.verdict, self._decides, (), found.reason, gate=found.facts
+                )
+            )
+        return cells
 
     def _of_repeats(
         self, cells: Mapping[str, Sequence[Series]], deciding: Sequence[str]

@@ -46,10 +46,13 @@ def documented(title: str) -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in rows if re.fullmatch(r"`[a-z_]+`", row[0])}
 
 
+QUALITY = '[[cells]]` with `role = "quality"'
 TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[window]", module._Window),
     ("[arms.NAME]", module._Arm),
     ("[[cells]]", module._Cell),
+    (QUALITY, module._Quality),
+    ("[pilot]", module._Pilot),
     ("[limits]", module._Limits),
     ("[variables.NAME]", module._Variable),
 ]
@@ -97,7 +100,9 @@ def tables() -> dict[str, dict[str, Any]]:
     return {
         "[window]": inside["window"],
         "[arms.NAME]": inside["arms"]["additionalProperties"],
-        "[[cells]]": inside["cells"]["items"],
+        "[[cells]]": inside["cells"]["items"]["else"],
+        QUALITY: inside["cells"]["items"]["then"],
+        "[pilot]": inside["pilot"],
         "[limits]": inside["limits"],
         "[variables.NAME]": inside["variables"]["additionalProperties"],
     }
