@@ -223,7 +223,7 @@ class WindowPlugin:
 
     def _cell_names(self) -> list[str]:
         spec = self.spec
-        names = [use.name for use in (*spec.cells, *spec.quality)]
+        names = [*(use.name for use in spec.cells), *(use.name for use in spec.quality)]
         return [*names, PILOT_CELL] if spec.pilot else names
 
     def pytest_report_collectionfinish(self) -> list[str]:

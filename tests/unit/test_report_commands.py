@@ -211,6 +211,8 @@ def test_an_unknown_command_is_one_line_with_the_nearest(
         main(["statu"])
     assert ended.value.code == 4
     told = capsys.readouterr().err
-    assert told.startswith("dsv41: unknown command 'statu'; did you mean 'status'?; valid: ab, ")
+    assert told.startswith(
+        "dsv41: unknown command 'statu'; did you mean 'status'?; valid: aa-pilot, ab, "
+    )
     assert told.count("\n") == 1
     assert "keeper" not in told

@@ -131,6 +131,7 @@ def test_times_add_up(tmp_path: Path) -> None:
         "total": 1.48,
         "items": 0.15,
         "starts": 0.33,
+        "seam": 0.0,
         "watch": 1.0,
         "production_down": 0.48,
         "deadline": 50.45,

@@ -239,7 +239,7 @@ REFUSED = {
         "[limits]",
         "[limit]",
         "w.toml:24: limit: unknown key; did you mean 'limits'?; valid: window, arms, cells, "
-        "limits, advice, variables, target",
+        "limits, advice, pilot, variables, target",
     ),
     "misspelt required key": (
         'lane = "DEMO"',
