@@ -22,6 +22,7 @@ __all__ = [
     "HOLD_HEAD",
     "HOLD_SESSION",
     "PLACEHOLDER_TMUX",
+    "START",
     "check_owner",
     "placeholder_down",
     "placeholder_state",
@@ -35,6 +36,22 @@ HOLD_SESSION: Final = "dsv41-hold"
 HOLD_HEAD: Final = "vllm serve [DSV41-OFFLOAD hold]"
 TITLED: Final = 'exec -a "$1" cat'
 """Becomes a process that waits on its terminal for ever under the title `$1`, and nothing else."""
+
+START: Final = """\
+# usage: sh -s -- HOST CLOCK SESSION LOG COMMAND...
+# Sets the GPU clock cap (MHz; 0: none), says so, and starts COMMAND in tmux with its output in LOG.
+set -eu
+host=$1 clock=$2 session=$3 log=$4
+shift 4
+if [ "$clock" != 0 ]; then
+  nvidia-smi -lgc "0,$clock" >&2
+  echo "$host clock cap $clock MHz"
+fi
+mkdir -p -- "$(dirname -- "$log")"
+exec tmux new-session -d -s "$session" -- sh -c 'exec "$@" >> "$0" 2>&1' "$log" "$@"
+"""
+"""The start script that target `spark-pair` uses unless it is given another."""
+LOGGED: Final = 'exec "$@" >> "$0" 2>&1'
 
 _OWNER: Final = re.compile(r"chain-\d{8}T\d{6}Z-[0-9a-f]{8}")
 _NOBODY: Final = re.compile(

@@ -18,6 +18,7 @@ from .base import (
 )
 from .endpoints import endpoints_target
 from .local import local_target
+from .spark_pair import spark_pair_target
 
 __all__ = [
     "TARGETS",
@@ -35,7 +36,12 @@ __all__ = [
     "local_target",
     "name_class",
     "name_factory",
+    "spark_pair_target",
 ]
 
-TARGETS: dict[str, TargetFactory] = {"endpoints": endpoints_target, "local": local_target}
+TARGETS: dict[str, TargetFactory] = {
+    "endpoints": endpoints_target,
+    "local": local_target,
+    "spark-pair": spark_pair_target,
+}
 """The shipped kinds. A plugin adds its own through the hook `pytest_dsv41_targets`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import string
 import sys
@@ -22,11 +21,11 @@ from ..hosts.local import boottime
 from ..measure import Endpoint
 from ..text import one_line
 from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
+from .filling import fill, same_command
 
 __all__ = ["LocalTarget", "local_target"]
 
 _POLL_S = 0.05
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class _Server(BaseModel):
@@ -188,7 +187,7 @@ class LocalTarget:
                 f"{self._production_port}: it has died, or could not be started again"
             )
         for process in running:
-            if not _same_command(process.argv, expected):
+            if not same_command(process.argv, expected):
                 raise RefusedByWorld(
                     f"production runs {one_line(str(process))}, but the target would start "
                     f"{one_line(' '.join(expected))}; correct target.production first"
@@ -421,15 +420,7 @@ class LocalTarget:
             "model": self._context.variables.get("model", self._table.model),
         }
 
-        def replace(match: re.Match[str]) -> str:
-            if match[1] not in values:
-                raise SpecError(
-                    f"{where}: unknown placeholder {match[0]}; valid: "
-                    + ", ".join(f"{{{name}}}" for name in sorted(values))
-                )
-            return values[match[1]]
-
-        filled = [_PLACEHOLDER.sub(replace, word) for word in words]
+        filled = fill(words, values, where)
         if check:
             return filled
         program = filled[0]
@@ -437,15 +428,6 @@ class LocalTarget:
             # As every relative path of the target's file, it starts in that file's folder.
             return [str(self._context.base / program), *filled[1:]]
         return [shutil.which(program) or program, *filled[1:]]
-
-
-def _same_command(running: Sequence[str], expected: Sequence[str]) -> bool:
-    """Whether two command lines are one; a script's runs behind its interpreter's name."""
-    if list(running[-(len(expected) - 1) :] if len(expected) > 1 else []) != list(expected[1:]):
-        return False
-    names = {os.path.realpath(word) for word in running[: len(running) - len(expected) + 1]}
-    names |= {Path(word).name for word in running[: len(running) - len(expected) + 1]}
-    return os.path.realpath(expected[0]) in names or Path(expected[0]).name in names
 
 
 def _tail(path: Path, mark: int) -> str:

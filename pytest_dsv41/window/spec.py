@@ -491,7 +491,7 @@ def load_spec(
     report_only: bool = False,
     override: str = "",
     extra_metrics: Collection[str] = (),
-    target_kinds: Collection[str] = ("local", "endpoints"),
+    target_kinds: Collection[str] = ("local", "endpoints", "spark-pair"),
     environ: Mapping[str, str] | None = None,
 ) -> WindowSpec:
     """Read and check a window file, given by its path or by a shipped example's name.

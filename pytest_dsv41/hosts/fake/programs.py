@@ -17,7 +17,7 @@ from typing import Final
 
 from ...errors import UsageError
 from ..scopes import KILL, LIST, RUN
-from ..tmux import TITLED
+from ..tmux import LOGGED, START, TITLED
 from .machine import FakeProcess, Machine, Service
 
 __all__ = ["BUILT_IN", "Call", "Program", "Reply", "Service", "execute", "load_program"]
@@ -217,8 +217,12 @@ def _exec_titled(call: Call) -> Reply | Service:
 
 
 def _server(call: Call) -> Service:
-    """A model server: it listens on `--port` and uses the GPU."""
-    return Service(ports=(int(call.option("--port", "8000")),), gpu=True)
+    """A model server: it listens on `--port` (a headless one does not) and uses the GPU."""
+    if "--headless" in call.argv:
+        return Service(gpu=True)
+    port = call.option("--port", "8000")
+    model = call.option("--served-model-name", "stub")
+    return _serving(call, port, ("--model", model, "--port", port))
 
 
 def _python(call: Call) -> Reply | Service:
@@ -231,15 +235,18 @@ def _python(call: Call) -> Reply | Service:
 def _stub(call: Call) -> Reply | Service:
     if call.args[:1] != ("stub",):
         return Reply(2, err="dsv41: only stub is simulated\n")
-    port = int(call.option("--port", "0"))
+    rest = list(call.args[1:])
+    _pop(rest, "--host")
+    return _serving(call, call.option("--port", "0"), tuple(rest))
+
+
+def _serving(call: Call, port: str, options: tuple[str, ...]) -> Service:
+    """A server on `port`; a real one is the embedded stub on the machine's loopback address."""
     real: tuple[str, ...] = ()
     if call.servers == "real":
-        rest = list(call.args[1:])
-        if "--host" in rest:
-            at = rest.index("--host")
-            del rest[at : at + 2]
-        real = (sys.executable, "-m", "pytest_dsv41", "stub", "--host", call.machine.address, *rest)
-    return Service(ports=(port,), gpu=True, real=real)
+        where = ("--host", call.machine.address)
+        real = (sys.executable, "-m", "pytest_dsv41", "stub", *where, *options)
+    return Service(ports=(int(port),), gpu=True, real=real)
 
 
 def _curl(call: Call) -> Reply:
@@ -417,6 +424,42 @@ def _systemd_run(call: Call) -> Reply | Service:
     return answer
 
 
+def _start_in_tmux(call: Call) -> Reply | Service:
+    """The script `tmux.START`: the clock cap, its line, and the server in tmux."""
+    host, clock, session, log, *command = call.args
+    said = ""
+    if clock != "0":
+        capped = resolve(call.nested(("nvidia-smi", "-lgc", f"0,{clock}")))
+        if not isinstance(capped, Reply) or capped.code != 0:
+            return capped
+        said = f"{host} clock cap {clock} MHz\n"
+    words = ("tmux", "new-session", "-d", "-s", session, "--", "sh", "-c", LOGGED, log, *command)
+    started = resolve(call.nested(words))
+    if isinstance(started, Reply):
+        return dataclasses.replace(started, out=said + started.out)
+    return started
+
+
+def _logged(call: Call) -> Reply | Service:
+    """`exec "$@" >> "$0"`: the command itself, what it says in its log."""
+    log, *command = call.argv
+    answer = resolve(call.nested(tuple(command)))
+    if isinstance(answer, Reply):
+        text = (call.machine.load(log) or b"").decode("latin-1") + answer.out + answer.err
+        call.machine.store(log, text.encode("latin-1", "replace"), synced=False)
+        return answer
+    return dataclasses.replace(answer, title=answer.title or tuple(command))
+
+
+def _tail(call: Call) -> Reply:
+    """`tail -n N FILE`."""
+    data = call.machine.load(call.argv[-1])
+    if data is None:
+        return Reply(1, err=f"tail: cannot open '{call.argv[-1]}'\n")
+    lines = data.decode("utf-8", "replace").splitlines(keepends=True)
+    return Reply(out="".join(lines[-int(call.option("-n", "10")) :]))
+
+
 def _run_scoped(call: Call) -> Reply | Service:
     """The script `scopes.RUN`: a scope in which a plain `tmux` reaches the scope's own socket."""
     unit, longest, socket, *command = call.args
@@ -477,6 +520,7 @@ BUILT_IN: Final[dict[str, Program]] = {
     "echo": _echo,
     "printf": _printf,
     "cat": _cat,
+    "tail": _tail,
     "sleep": _sleep,
     "date": _date,
     "hostname": _hostname,
@@ -485,6 +529,8 @@ BUILT_IN: Final[dict[str, Program]] = {
     "sh": _bash,
     "bash": _bash,
     TITLED: _exec_titled,
+    START: _start_in_tmux,
+    LOGGED: _logged,
     RUN: _run_scoped,
     LIST: _list_scopes,
     KILL: _kill_scopes,
