@@ -987,7 +987,7 @@ class Loop:
                 self._abandon(exchanges, "deadline", "not finished at the deadline")
                 return
             self._look(exchanges, now)
-            if tick is not None:
+            if tick is not None and self._ended == ended:
                 tick()
             if self._statistics >= 0:
                 self._seat = self._sit()
