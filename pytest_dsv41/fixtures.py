@@ -31,6 +31,7 @@ __all__ = [
     "Pilot",
     "Probed",
     "Recorded",
+    "chain",
     "endpoint",
     "hold",
     "measure",
@@ -306,6 +307,18 @@ def probed(request: pytest.FixtureRequest, start: PlannedItem) -> Probed:
 def pilot(request: pytest.FixtureRequest, start: PlannedItem) -> Pilot:
     """Call it to run start A of the A/A pilot."""
     return Pilot(_plugin(request), start)
+
+
+@pytest.fixture
+def chain(request: pytest.FixtureRequest) -> dict[str, Any] | None:
+    """The chain that left production down: `owner` and `placeholders` by host; None without."""
+    run = _plugin(request).run
+    assert run is not None
+    owner = run.journal.chain()
+    if not owner:
+        return None
+    seen = run.target.placeholders(owner)
+    return {"owner": owner, "placeholders": {host: state.value for host, state in seen.items()}}
 
 
 @pytest.fixture

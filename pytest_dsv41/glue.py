@@ -28,6 +28,7 @@ from .collecting import PLANNED, CellCollector
 from .engines import ENGINES
 from .errors import Dsv41Error, MeasurementFailed, MeasurementRefused, SpecError, StartFailed
 from .errors import UsageError as OurUsageError
+from .lifecycle.chain import ChainUse
 from .lifecycle.finish import ARCHIVE_NAME, refuse_window
 from .lifecycle.record import TargetRecord
 from .lifecycle.session import State, WindowRun, as_arm
@@ -41,7 +42,7 @@ from .text import one_line
 from .window.plan import Plan, PlannedItem, describe_plan, render_plan
 from .window.process_rules import archived, ask
 from .window.spec import PILOT_CELL, WindowSpec, example_names, load_spec
-from .window.summary import ProcessRules, Summary
+from .window.summary import CHAINED, ProcessRules, Summary
 
 __all__ = ["WindowPlugin", "list_windows", "register"]
 
@@ -96,7 +97,7 @@ def register(config: pytest.Config) -> None:
         )
     except OurUsageError as error:
         raise pytest.UsageError(str(error)) from None
-    plugin = WindowPlugin(config, spec, targets, engines)
+    plugin = WindowPlugin(config, spec, targets, engines, _chain_use(config))
     config.pluginmanager.register(fixtures, "dsv41-fixtures")
     config.pluginmanager.register(plugin.collector, "dsv41-cells")
     config.pluginmanager.register(plugin, "dsv41-window")
@@ -111,6 +112,28 @@ def _variables(pairs: Sequence[str]) -> dict[str, str]:
             raise pytest.UsageError(f"--window-set {pair}: write NAME=VALUE")
         values[name] = value
     return values
+
+
+def _chain_use(config: pytest.Config) -> ChainUse:
+    """What the options ask for, or else WINDOW_CHAIN and WINDOW_CHAIN_LAST."""
+    requested = bool(option(config, "window_chain")) or _switch(
+        "WINDOW_CHAIN", os.environ.get("WINDOW_CHAIN", "")
+    )
+    last = bool(option(config, "window_chain_last")) or _switch(
+        "WINDOW_CHAIN_LAST", os.environ.get("WINDOW_CHAIN_LAST", "")
+    )
+    if last and not requested:
+        raise pytest.UsageError(
+            "--window-chain-last (WINDOW_CHAIN_LAST): of which chain? "
+            "add --window-chain (WINDOW_CHAIN=1)"
+        )
+    return ChainUse(requested, last)
+
+
+def _switch(name: str, value: str) -> bool:
+    if value not in ("", "0", "1"):
+        raise pytest.UsageError(f"{name}: {one_line(value)!r}; valid: 1, 0, or not set")
+    return value == "1"
 
 
 def _seed(value: object) -> int | None:
@@ -134,8 +157,10 @@ class WindowPlugin:
         spec: WindowSpec,
         targets: dict[str, TargetFactory],
         engines: dict[str, str],
+        chain: ChainUse,
     ) -> None:
         self.config = config
+        self.chain = chain
         self.engines = engines
         self.spec = spec
         self.factory = targets[spec.target.kind]
@@ -166,6 +191,11 @@ class WindowPlugin:
             with tempfile.TemporaryDirectory() as nowhere:
                 target, _ = self._record().build(Path(nowhere))
                 target.check([as_arm(arm.model_dump()) for arm in spec.arms])
+                if chain.requested and not target.chains:
+                    raise OurUsageError(
+                        f"--window-chain: target {spec.target.kind} cannot chain here: production "
+                        'must be served by default (not serve = "window") on hosts that are held'
+                    )
         except SpecError as error:
             raise pytest.UsageError(str(spec.target.located(error))) from None
         except Dsv41Error as error:
@@ -313,6 +343,7 @@ class WindowPlugin:
             rules=rules,
             report_only=bool(option(self.config, "window_report_only")),
             prompts=self._prompts(),
+            chain=self.chain,
         )
 
     def _open(self, session: pytest.Session) -> None:
@@ -363,12 +394,18 @@ class WindowPlugin:
         if isinstance(error, OurUsageError):
             self.folder.rmdir()
             raise pytest.UsageError(reason) from None
-        self.refused, self.code = reason, 13
+        self.refused = reason
+        with self.signals.deferring():
+            aborted = self.run.abort_chain() if self.run is not None else None
         if self.config.getoption("xmlpath", None):
             # A JUnit file of the user's own names the reason; the terminal says it once, below.
             self._report(_OPEN, "failed", f"REFUSED: {reason}")
         rules = self.run.process_rules if self.run else None
-        self.summary = refuse_window(self.folder, self.plan, self._record(), reason, rules)
+        closed = aborted.closed if aborted else None
+        self.summary = refuse_window(self.folder, self.plan, self._record(), reason, rules, closed)
+        self.code = self.summary.exit_code
+        if aborted is not None:
+            self.notes.append(f"the chain was ended: {aborted.line}")
         self._views()
 
     def _deadline_reached(self) -> None:
@@ -557,7 +594,9 @@ class WindowPlugin:
         self._views()
         restore = self.summary.restore
         if run.target.holds:
-            ok = restore.production_up and self.code not in (20, 21)
+            ok = self.code not in (20, 21) and (
+                restore.production_up or self.summary.chain == CHAINED
+            )
             text = f"{restore.status}; watch {self.summary.watch.status}"
             if not ok:
                 text += f": {restore.reason or '; '.join(self.summary.alerts)}"

@@ -78,6 +78,22 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "linelist",
     ),
     (
+        "window-chain",
+        {
+            "action": "store_true",
+            "help": "the window belongs to a chain: production stays down for the next one",
+        },
+        "bool",
+    ),
+    (
+        "window-chain-last",
+        {
+            "action": "store_true",
+            "help": "the chain's last window: production comes back at its end",
+        },
+        "bool",
+    ),
+    (
         "window-list",
         {"action": "store_true", "help": "list the shipped example windows and end"},
         "bool",

@@ -6,35 +6,58 @@ idempotent, is journalled, and is tried whatever the former raised; a step runs 
 allow it: production is not started beside a live experiment, the HOLD goes only after the answers
 were proved, the intent only after the watch has passed. Between the answers and the end of the
 HOLD lies the seam: what the session measures on production there can keep nothing from going on.
+
+A chained window that nothing stopped leaves production down for the chain's next one: the owner of
+the placeholders is recorded, they go up, the experiment goes down, the marker is written, and only
+then the HOLD goes. Whatever of this fails, the own HOLD still lies, and production is restored; a
+restored production that proved itself ends the chain: placeholders, marker, its records, intent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..durable import dump_json, write_atomic
 from ..errors import Dsv41Error, RefusedByWorld, TransportError, UsageError
-from ..hosts import Probe
+from ..hosts import Placeholder, Probe
 from ..hosts.local import boottime
 from ..targets import Target
 from ..text import one_line
+from ..window.summary import CHAINED, RESTORE_CHAINED
 from .hold import Hold, HoldState
 from .intent import Intent, clear_intent, read_intent, write_intent
 from .journal import Journal
 from .lease import Lease
+from .marker import (
+    Marker,
+    add_leftovers,
+    clear_beside,
+    here,
+    new_owner,
+    read_marker,
+    remove_leftovers,
+    remove_marker,
+    write_marker,
+)
 from .production import check, read_rollback, watch
 from .seam import Seam, run_seam
 
-__all__ = ["CloseResult", "close_window"]
+__all__ = ["CHAIN_ENDED", "CHAIN_ENDED_WITH_ALERT", "CloseResult", "close_window", "end_chain"]
 
 NOT_NEEDED = "NOT NEEDED: production untouched"
 RESTORED = "RESTORED"
 FAILED = "FAILED"
 ALERT = "ALERT"
 SEAM_STEP = "restore-seam"
+CHAIN_S = 3600.0
+"""Seconds from one window's end within which the chain's next has to write its own marker."""
+CHAIN_ENDED = "ENDED"
+CHAIN_ENDED_WITH_ALERT = "ENDED WITH ALERT"
 
 
 @dataclasses.dataclass
@@ -54,6 +77,10 @@ class CloseResult:
     next_command: str = "recover"
     seam: str | None = None
     """What became of the planned work in the seam: DONE, FAILED or SKIPPED, and why; None: none."""
+    chain: str | None = None
+    """CHAINED, ENDED or ENDED WITH ALERT; None outside a chain, or when its end was not reached."""
+    abort_due: bool = False
+    """A chained window ended before its HOLD: production is down by the chain, which must end."""
 
     @property
     def clean(self) -> bool:
@@ -73,6 +100,7 @@ class _Closer:
         limits: dict[str, float],
         progress: Callable[[str, float], None],
         seam: Seam | None,
+        leave_down: bool,
     ) -> None:
         self.target = target
         self.window_id = window_id
@@ -83,6 +111,7 @@ class _Closer:
         self.limits = limits
         self.progress = progress
         self.seam = seam
+        self.leave_down = leave_down
         self.result = CloseResult()
         self.hold = Hold(target.hold_sites())
 
@@ -109,31 +138,163 @@ class _Closer:
         if self.limits.get("seam_s"):
             before = self.seam_before()
             self.result.seam = before or "SKIPPED: production was not restored and checked"
-        stopped = self.attempt("experiment-stop", self.target.stop_all)
+        if not (self.leave_down and self.chained_down()):
+            stopped = self.attempt("experiment-stop", self.target.stop_all)
+            self.give_back(stopped)
+        if self.target.ephemeral:
+            self.attempt("production-end", self.target.end_production)
+        self.attempt("leftovers", self.none_left)
+        return self.result
+
+    def give_back(self, stopped: bool) -> None:
+        """Bring production back, unless it was never touched or belongs to the chain's next."""
         try:
             intent = self.intent()
         except Dsv41Error as error:
             self.result.alerts.append(str(error))
             self.result.restore = {"status": ALERT, "reason": str(error)}
             self.result.production_down = True
-            return self.result
-        if intent is not None and intent.window != self.window_id:
+            return
+        mine = intent is not None and intent.window == self.window_id
+        marker = None
+        try:
+            marker = read_marker(self.campaign)
+        except UsageError as error:
+            # What is this window's comes back all the same; the marker stays for a person to see.
+            self.result.alerts.append(str(error))
+            if not mine and self.in_chain():
+                self.fail(ALERT, str(error))
+                return
+        state, owner = self.hold.state_for_window(self.window_id)
+        if self.handed_over(marker, state):
+            self.chained()
+            return
+        if not mine and marker is not None and self.in_chain():
+            if state is HoldState.OWN:
+                self.restore(self.adopted(marker), stopped)
+            elif state is HoldState.NONE:
+                self.result.abort_due = True
+                self.fail(FAILED, "the window ended before its HOLD; production is the chain's")
+            else:
+                self.fail(ALERT, f"HOLD {self.hold} is {state.value} ({one_line(owner)})")
+                self.result.alerts.append(self.result.restore["reason"])
+                self.result.next_command = "status"
+            return
+        if intent is not None and not mine:
             owner = one_line(intent.window)
             self.result.alerts.append(f"the down-intent belongs to {owner}; not touched")
             if self.journal.left_down():
                 self.fail(ALERT, self.result.alerts[-1])
-            return self.result
+            return
         if intent is None:
-            if self.journal.begun("production-stop"):
+            if self.journal.took_down():
                 self.given_back()
             else:
                 self.untouched()
         else:
             self.restore(intent, stopped)
-        if self.target.ephemeral:
-            self.attempt("production-end", self.target.end_production)
-        self.attempt("leftovers", self.none_left)
-        return self.result
+
+    # -- a chain -------------------------------------------------------------------------------
+
+    def in_chain(self) -> bool:
+        """Whether this window found production down by its chain."""
+        return self.journal.mode() in ("chained", "abort")
+
+    def handed_over(self, marker: Marker | None, state: HoldState) -> bool:
+        """Whether a chained end of this window came to its end, in this process or another."""
+        if marker is not None and marker.window == self.window_id:
+            gone = state in (HoldState.NONE, HoldState.FOREIGN)
+            return gone or (state is HoldState.UNREADABLE and self.journal.handed_over())
+        return self.journal.handed_over()
+
+    def chained(self) -> None:
+        """Production stays down for the chain's next window."""
+        self.result.restore = {"status": RESTORE_CHAINED, "reason": ""}
+        self.result.chain = CHAINED
+
+    def chained_down(self) -> bool:
+        """Leave production down (SAFETY, "→ CHAINED-DOWN"); False: restore it instead."""
+        try:
+            intent, marker = read_intent(self.campaign), read_marker(self.campaign)
+        except Dsv41Error as error:
+            self.result.errors.append(str(error))
+            return False
+        if intent is None or intent.window != self.window_id:
+            return False
+        owner = intent.chain or (marker.placeholder_owner if marker else new_owner())
+        intent = dataclasses.replace(intent, phase="CHAIN_CLOSING", chain=owner)
+        self.progress("chain: production stays down for the next window", 0.0)
+        steps: tuple[tuple[str, Callable[[], Any]], ...] = (
+            ("chain-intent", lambda: write_intent(self.campaign, intent)),
+            ("placeholders-up", lambda: self.target.placeholders_up(owner)),
+            ("experiment-stop", self.target.stop_all),
+            ("chain-quiet", lambda: self.prove_quiet(intent)),
+            ("marker", lambda: self.finish_chained(intent)),
+            ("hold-close", lambda: self.chained_close(owner)),
+        )
+        if not all(self.attempt(step, act) for step, act in steps):
+            return False
+        self.chained()
+        return True
+
+    def prove_quiet(self, intent: Intent) -> None:
+        """Nothing runs on any host, each in the boot it was in when production went down."""
+        limit = boottime() + self.limits.get("quiet_s", 60.0)
+        while problems := self.target.quiet_problems():
+            if boottime() > limit:
+                raise TransportError(f"not quiet: {problems[0]}")
+            time.sleep(0.05)
+        now = self.target.identities()
+        for host in sorted(intent.hosts):
+            if now.get(host) != intent.hosts[host]:
+                raise TransportError(f"{host} was restarted during the window")
+        proof = {"schema": "dsv41-quiet-v1", "problems": [], "hosts": now, "boottime": boottime()}
+        write_atomic(self.folder / "quiet.json", dump_json(proof) + "\n")
+
+    def chained_close(self, owner: str) -> None:
+        """Remove the own HOLD, and nothing else, where the placeholders keep others off."""
+        for host, seen in self.target.placeholders(owner).items():
+            if seen is not Placeholder.UP:
+                raise TransportError(f"the chain's placeholder on {host} is {seen.value}")
+        self.hold.close(self.window_id)
+
+    def finish_chained(self, intent: Intent) -> None:
+        """Write the marker: the owner, and the capture of the chain's first window."""
+        write_marker(
+            self.campaign,
+            Marker(
+                placeholder_owner=intent.chain,
+                window=self.window_id,
+                folder=str(self.folder),
+                epoch=self.lease.epoch,
+                host=here(),
+                deadline=boottime() + self.limits.get("chain_s", CHAIN_S),
+                snapshot=intent.rollback,
+                snapshot_sha256=intent.rollback_sha256,
+                hosts=self.target.identities(),
+            ),
+        )
+
+    def adopted(self, marker: Marker) -> Intent:
+        """Take production over from the chain: this window's HOLD lies, its intent not yet."""
+        intent = Intent(
+            window=self.window_id,
+            folder=str(self.folder),
+            phase="RESTORING",
+            epoch=self.lease.epoch,
+            host=here(),
+            deadline=boottime(),
+            rollback=marker.snapshot,
+            rollback_sha256=marker.snapshot_sha256,
+            keeper_pid=0,
+            keeper_started=0.0,
+            chain=marker.placeholder_owner,
+            hosts=marker.hosts,
+        )
+        self.attempt("intent-again", lambda: write_intent(self.campaign, intent))
+        return intent
+
+    # -- a window ------------------------------------------------------------------------------
 
     def intent(self) -> Intent | None:
         """The down-intent; where it was damaged or deleted, the same again from the journal.
@@ -152,7 +313,8 @@ class _Closer:
         return self.rebuilt(HoldState.OWN) if intent is None else intent
 
     def rebuilt(self, *allowed: HoldState) -> Intent | None:
-        sealed = self.journal.ended("capture").get("rollback_sha256")
+        captured = self.journal.ended("capture") or self.journal.ended("snapshot")
+        sealed = captured.get("rollback_sha256")
         state, _ = self.hold.state_for_window(self.window_id)
         if not sealed or not self.journal.left_down() or state not in allowed:
             return None
@@ -163,13 +325,22 @@ class _Closer:
             epoch=self.lease.epoch,
             host="",
             deadline=boottime(),
-            rollback=str(self.folder / "rollback.json"),
+            rollback=str(captured.get("rollback", self.folder / "rollback.json")),
             rollback_sha256=str(sealed),
             keeper_pid=0,
             keeper_started=0.0,
+            chain=self.chain_owner(),
         )
         self.attempt("intent-again", lambda: write_intent(self.campaign, intent))
         return intent
+
+    def chain_owner(self) -> str:
+        """Whose placeholders may be up: the marker's, else the newest that the journal names."""
+        with contextlib.suppress(UsageError):
+            marker = read_marker(self.campaign)
+            if marker is not None:
+                return marker.placeholder_owner
+        return self.journal.chain()
 
     def none_left(self) -> None:
         """Nothing of the window may live on."""
@@ -247,7 +418,15 @@ class _Closer:
         if not released:
             self.result.alerts.append(self.result.errors[-1])
         # A HOLD that is left needs the intent beside it: who finds it must know what it covers.
-        if self.watched() and released:
+        if not (self.watched() and released):
+            return
+        if intent.chain:
+            self.result.chain, alerts = end_chain(
+                self.target, self.campaign, intent.chain, self.attempt
+            )
+            self.result.alerts += alerts
+        # What stands for the chain goes first: without its end there is still something to do.
+        if not intent.chain or self.result.chain is not None:
             self.attempt("intent-clear", lambda: clear_intent(self.campaign))
 
     def retake(self) -> bool:
@@ -365,6 +544,42 @@ class _Closer:
             self.result.errors.append(reason)
 
 
+def end_chain(
+    target: Target,
+    campaign: Path,
+    owner: str,
+    attempt: Callable[[str, Callable[[], Any]], bool],
+) -> tuple[str | None, list[str]]:
+    """End the chain `owner`: placeholders, marker, its records (WIN2 "Back-to-back mode", Stop).
+
+    Only after RESTORED and watch PASS. Returns how the chain ended (None: its marker is still
+    there) and alerts. What is foreign or does not answer is left alone, and listed until it is
+    taken down.
+    """
+    left: list[str] = []
+
+    def down() -> None:
+        left.extend(target.placeholders_down(owner))
+
+    if not attempt("placeholders-down", down):
+        left.append("every host: the placeholders could not be looked at")
+
+    def keep() -> None:
+        # Before the marker goes: no placeholder without a record of its owner (I6).
+        if left:
+            add_leftovers(campaign, owner, left)
+        else:
+            remove_leftovers(campaign, owner)
+
+    alerts = [f"the chain's placeholder is left: {one_line(line)}" for line in left]
+    if not attempt("leftovers-kept", keep):
+        return None, [*alerts, "what the chain left could not be recorded; its marker stays"]
+    if not attempt("marker-clear", lambda: remove_marker(campaign, owner)):
+        return None, [*alerts, "the chain's marker could not be removed"]
+    attempt("chain-records-clear", lambda: clear_beside(campaign))
+    return (CHAIN_ENDED_WITH_ALERT if left else CHAIN_ENDED), alerts
+
+
 def close_window(
     target: Target,
     *,
@@ -376,15 +591,22 @@ def close_window(
     limits: dict[str, float],
     progress: Callable[[str, float], None] = lambda _what, _left: None,
     seam: Seam | None = None,
+    leave_down: bool = False,
 ) -> CloseResult:
     """End a window from its durable facts. Idempotent: a second call finds nothing to do.
 
     `seam` runs on production once it is proved itself and before the HOLD goes, where the window
     planned one (`limits["seam_s"]`, seconds); a caller that has none (the keeper, `recover`) skips
-    it and says so. `progress` gets what is being done and the seconds left where they are known.
-    Signals must be deferred by the caller. Never raises; what went wrong is in the result.
+    it and says so. With `leave_down` production stays down for the chain's next window; whatever
+    keeps that from being safe restores it. `progress` gets what is being done and the seconds left
+    where they are known. Signals must be deferred by the caller. Never raises; what went wrong is
+    in the result.
     """
-    closer = _Closer(target, window_id, folder, campaign, journal, lease, limits, progress, seam)
+    closer = _Closer(
+        target, window_id, folder, campaign, journal, lease, limits, progress, seam, leave_down
+    )
     result = closer.run()
-    result.open = result.production_down or (campaign / "intent.json").exists()
+    result.open = result.production_down or (
+        result.chain != CHAINED and (campaign / "intent.json").exists()
+    )
     return result

@@ -26,7 +26,6 @@ from ..window.plan import Plan
 from ..window.quality import judge_quality
 from ..window.summary import (
     RESTORE_FAILED,
-    RESTORE_NOT_NEEDED,
     ArchiveHead,
     ArchiveUse,
     ArmInfo,
@@ -43,7 +42,7 @@ from ..window.summary import (
     write_summary,
 )
 from ..window.verdict import Outcome, conclude
-from .closing import CloseResult
+from .closing import CHAIN_ENDED, CHAIN_ENDED_WITH_ALERT, CloseResult
 from .journal import Journal, utc_now
 from .pilot import conclude_pilot
 from .record import TargetRecord, read_record
@@ -53,6 +52,7 @@ __all__ = [
     "EXIT_ALERT",
     "EXIT_DOWN",
     "Rule",
+    "finish_abort",
     "finish_window",
     "load_plan",
     "refuse_window",
@@ -125,7 +125,6 @@ def finish_window(
     if code in (EXIT_DOWN, EXIT_ALERT) and closed.open:
         campaign = shlex.quote(record.campaign)
         alerts.append(f"next: dsv41 {closed.next_command} --campaign {campaign}")
-    restore = closed.restore
     asked = _process_rules(lines)
     notes = [*outcome.notes, *_seam_note(closed)]
     if asked is not None and asked.override:
@@ -146,14 +145,9 @@ def finish_window(
         incomplete=tuple(incomplete),
         stopped=stopped,
         process_rules=asked,
-        restore=Restore(
-            status=restore.get("status", RESTORE_FAILED),
-            answers_identical=restore.get("answers_identical"),
-            seconds=_seconds(lines, ("restore-start", "restore-check", "hold-close")),
-            reason=restore.get("reason") or None,
-            seam=closed.seam,
-        ),
+        restore=_restore(closed, lines),
         watch=Watch(**(closed.watch or {"status": "NOT RUN"})),
+        chain=closed.chain,
         production_commit=record.commit or None,
         archive=archive,
         spreads=spreads,
@@ -177,19 +171,81 @@ def _seam_note(closed: CloseResult) -> tuple[str, ...]:
     return (f"the measurement in the restore's seam: {closed.seam}",)
 
 
+def finish_abort(folder: Path, closed: CloseResult) -> Summary:
+    """Write the summary of a chain's recovery or end by hand; the next gate accepts it."""
+    record = read_record(folder)
+    journal = Journal(folder)
+    kind, lines = journal.mode(), journal.lines()
+    ended = closed.chain in (CHAIN_ENDED, CHAIN_ENDED_WITH_ALERT)
+    code = EXIT_DOWN if closed.production_down else EXIT_ALERT
+    if closed.clean and ended:
+        code = 0
+    alerts = [*closed.alerts, *(x for x in closed.errors if x not in closed.alerts)]
+    if code and closed.open:
+        campaign = shlex.quote(record.campaign)
+        alerts.append(f"next: dsv41 {closed.next_command} --campaign {campaign}")
+    summary = Summary(
+        window=WindowInfo(
+            id=record.window,
+            lane=f"CHAIN-{kind.upper()}",
+            name=record.window,
+            hypothesis="Production is back and itself, and the chain is ended.",
+            kind=kind,
+            folder=folder.name,
+        ),
+        status="COMPLETE" if code == 0 else "INCOMPLETE",
+        exit_code=code,
+        started_utc=lines[0]["utc"] if lines else None,
+        ended_utc=utc_now(),
+        target=TargetInfo(**_described(record)),
+        restore=_restore(closed, lines),
+        watch=Watch(**(closed.watch or {"status": "NOT RUN"})),
+        chain=closed.chain,
+        production_commit=record.commit or None,
+        alerts=tuple(alerts),
+        software=_software(),
+    )
+    write_summary(folder, summary)
+    return summary
+
+
+def _restore(closed: CloseResult, lines: list[dict[str, Any]]) -> Restore:
+    restore = closed.restore
+    return Restore(
+        status=restore.get("status", RESTORE_FAILED),
+        answers_identical=restore.get("answers_identical"),
+        seconds=_seconds(lines, ("restore-start", "restore-check", "hold-close")),
+        reason=restore.get("reason") or None,
+        seam=closed.seam,
+    )
+
+
 def refuse_window(
     folder: Path,
     plan: Plan,
     record: TargetRecord,
     reason: str,
     process_rules: ProcessRules | None = None,
+    closed: CloseResult | None = None,
 ) -> Summary:
-    """Write the files of a window that was refused before it touched anything."""
+    """Write the files of a window that was refused before it touched anything.
+
+    `closed` is how the chain that it belonged to was brought to its end because of that.
+    """
     write_atomic(folder / "plan.json", dump_json(plan.to_json()) + "\n")
+    closed = closed or CloseResult()
+    code = 13
+    if closed.production_down:
+        code = EXIT_DOWN
+    elif not closed.clean:
+        code = EXIT_ALERT
+    alerts = [*closed.alerts, *(x for x in closed.errors if x not in closed.alerts)]
+    if code != 13:
+        alerts.append(f"next: dsv41 status --campaign {shlex.quote(record.campaign)}")
     summary = Summary(
         window=_window(folder, plan),
         status="REFUSED",
-        exit_code=13,
+        exit_code=code,
         started_utc=utc_now(),
         ended_utc=utc_now(),
         target=TargetInfo(**_described(record)),
@@ -197,7 +253,10 @@ def refuse_window(
         decision_cells=plan.window.decision_cells,
         stopped=reason,
         process_rules=process_rules,
-        restore=Restore(status=RESTORE_NOT_NEEDED),
+        restore=_restore(closed, []),
+        watch=Watch(**(closed.watch or {"status": "NOT RUN"})),
+        chain=closed.chain,
+        alerts=tuple(alerts),
         software=_software(),
     )
     write_summary(folder, summary)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..durable import dump_json, remove, write_atomic
 from ..errors import UsageError
@@ -15,6 +15,12 @@ from ..text import one_line
 __all__ = ["Intent", "clear_intent", "read_intent", "write_intent"]
 
 _NAME = "intent.json"
+_TYPES: Final[dict[str, Any]] = {
+    "str": str,
+    "int": (int, float),
+    "float": (int, float),
+    "dict[str, str]": dict,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +28,9 @@ class Intent:
     """Who took production down, until when, and where the capture lies.
 
     `deadline` is seconds since boot on the host that `host` identifies; on another boot it has
-    passed. `phase` is DOWN or RESTORING.
+    passed. `phase` is DOWN, RESTORING, CHAIN_CLOSING (the placeholders of `chain` may be up, the
+    marker not yet) or CHAINED (the marker lies; the chain's next window takes the intent over).
+    `hosts` maps each of the target's hosts to the boot it was in when production went down.
     """
 
     window: str
@@ -35,6 +43,9 @@ class Intent:
     rollback_sha256: str
     keeper_pid: int
     keeper_started: float
+    chain: str = ""
+    """Owner of the chain's placeholders, recorded before the first of them is started (I6)."""
+    hosts: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The record as it is written."""
@@ -59,7 +70,7 @@ def read_intent(campaign: Path) -> Intent | None:
         intent = Intent(**record)
         for field in dataclasses.fields(intent):
             value = getattr(intent, field.name)
-            if not isinstance(value, str if field.type == "str" else (int, float)):
+            if not isinstance(value, _TYPES[str(field.type)]):
                 raise TypeError(f"{field.name} is {value!r}")
         return intent
     except FileNotFoundError:

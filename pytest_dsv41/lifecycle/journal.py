@@ -63,9 +63,33 @@ class Journal:
         """Every whole line so far."""
         return read_json_lines(self.path)
 
+    def mode(self) -> str:
+        """How the window found production: `single` (serving), `chained` (down), or `abort`."""
+        return str(self._window().get("mode", "single"))
+
+    def chain(self) -> str:
+        """The owner of the chain that the window was opened in, or nothing."""
+        return str(self._window().get("chain", ""))
+
+    def _window(self) -> dict[str, Any]:
+        return next((line for line in self.lines() if line.get("step") == "window"), {})
+
+    def took_down(self) -> bool:
+        """Whether production is down by this window: stopped by it, or taken over from a chain."""
+        return bool(self.begun("production-stop") or self.begun("snapshot"))
+
     def left_down(self) -> bool:
-        """Whether the window stopped production and no close of it has come to its end."""
-        return bool(self.begun("production-stop")) and not self.begun("intent-clear")
+        """Whether the window took production down and no close of it has come to its end."""
+        return self.took_down() and not self.begun("intent-clear") and not self.handed_over()
+
+    def handed_over(self) -> bool:
+        """Whether a chained end left production to the chain's next window."""
+        ends = [line.get("step") for line in self.lines() if line.get("event") == "end"]
+        return (
+            "marker" in ends
+            and "hold-close" in ends[ends.index("marker") :]
+            and ("restore-start" not in ends)
+        )
 
     def begun(self, prefix: str) -> list[str]:
         """The names of the steps with this prefix that were begun, in order."""

@@ -16,12 +16,22 @@ from ..hosts.local import boottime
 from ..targets import HoldSite, Target
 from ..text import one_line
 from ..window.summary import Summary, read_summary, summary_path
+from .abort import abort
 from .closing import close_window
-from .finish import finish_window
+from .finish import finish_abort, finish_window
 from .hold import Hold, HoldState
 from .intent import Intent, read_intent
 from .journal import Journal
 from .lease import Lease
+from .marker import (
+    Leftover,
+    Marker,
+    abort_record,
+    read_leftovers,
+    read_marker,
+    refused_record,
+    write_refused,
+)
 from .observer import Answer, Facts, Observation, Presence, observe
 from .record import read_record, window_folder, windows
 
@@ -57,6 +67,9 @@ def recover_window(
             mine = intent is not None and intent.window == record.window
             if not mine and not journal.left_down() and not _own_hold(target, record.window):
                 return before
+            if mine and journal.handed_over():
+                # The window ended as it was meant to: production is the chain's.
+                return before
             # The session has ended and said why; what is missing is production.
             stopped = before.stopped or ""
         journal.tolerant = True
@@ -70,6 +83,14 @@ def recover_window(
             lease=lease,
             limits=limits,
         )
+        if closed.abort_due:
+            with contextlib.suppress(Dsv41Error, OSError):
+                marker = read_marker(campaign)
+                if marker is not None:
+                    write_refused(campaign, marker, f"{record.window} ended before its HOLD")
+            closed = abort(campaign, folder / "chain-abort", lease=lease).closed
+        if journal.mode() in ("abort", "end"):
+            return finish_abort(folder, closed)
         return finish_window(folder, journal, closed, stopped=stopped or None)
     finally:
         if own:
@@ -90,6 +111,13 @@ def recover_campaign(campaign: Path) -> tuple[Path, Summary] | None:
             status.observation.row in (2, 3, 4)
         ):
             raise RefusedByWorld(f"{status.observation.answer.value}: {status.observation.why}")
+        if status.observation.answer is Answer.RECOVER or (
+            status.observation.row == 6
+            and status.marker is not None
+            and not _taken_over(status)
+            and status.observation.answer is Answer.ALERT
+        ):
+            raise RefusedByWorld(f"{status.observation.why}: {status.command}")
         folder = _unfinished(campaign, status)
         if folder is None:
             return None
@@ -99,10 +127,13 @@ def recover_campaign(campaign: Path) -> tuple[Path, Summary] | None:
 
 
 def _unfinished(campaign: Path, status: Status) -> Path | None:
-    if status.intent is not None:
-        return Path(status.intent.folder)
     if status.hold_state is HoldState.OWN:
         return window_folder(campaign, status.hold_owner)
+    waiting = status.observation.answer is Answer.CHAIN_WAITING
+    if status.intent is not None and not (
+        waiting and summary_path(Path(status.intent.folder)).exists()
+    ):
+        return Path(status.intent.folder)
     lost = status.facts.intent is Presence.UNREADABLE
     for name in reversed(windows(campaign)):
         folder = window_folder(campaign, name)
@@ -136,6 +167,10 @@ class Status:
     production: str
     window: str
     unfinished: tuple[str, ...]
+    marker: Marker | None = None
+    stopped: str = ""
+    """Why the chain cannot go on, or nothing."""
+    leftovers: tuple[Leftover, ...] = ()
 
     @property
     def command(self) -> str:
@@ -179,6 +214,11 @@ class Status:
                 "owner": self.hold_owner,
             },
             "intent": self.intent.to_json() if self.intent else None,
+            "chain": {
+                "marker": dataclasses.asdict(self.marker) if self.marker else None,
+                "stopped": self.stopped or None,
+                "leftovers": [dataclasses.asdict(one) for one in self.leftovers],
+            },
             "production": self.production,
             "window": self.window,
             "unfinished": list(self.unfinished),
@@ -194,6 +234,17 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         presence = Presence.PRESENT if intent else Presence.NONE
     except UsageError:
         presence = Presence.UNREADABLE
+    marker, marked, stopped, aborted = None, Presence.NONE, "", False
+    try:
+        marker = read_marker(campaign)
+    except UsageError:
+        marked = Presence.UNREADABLE
+    if marker is not None:
+        marked = Presence.PRESENT
+        aborted = abort_record(campaign, marker)
+        stopped = refused_record(campaign, marker) or ""
+        if intent is not None and intent.window != marker.window and not stopped:
+            stopped = f"{intent.window} took production over and has not ended"
     names = windows(campaign)
     newest = intent.window if intent else (names[-1] if names else "")
     folder = Path(intent.folder) if intent else window_folder(campaign, newest)
@@ -213,6 +264,8 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
             production, detail = seen.state, seen.detail
             ephemeral = target.ephemeral
             leftovers = bool(target.leftovers())
+            if marker is not None and not stopped:
+                stopped = _restarted(target, marker)
             if target.holds:
                 hold = Hold(target.hold_sites())
         except Dsv41Error as error:
@@ -222,6 +275,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         hold = Hold((HoldSite(here, str(campaign / "HOLD")),))
     if hold.sites:
         hold_state, hold_owner = hold.state_for_campaign(campaign)
+    left = read_leftovers(campaign)
     keeper = _alive(intent.keeper_pid, intent.keeper_started) if intent else False
     overdue = bool(intent and keeper and boottime() > intent.deadline + _KEEPER_GRACE_S)
     facts = Facts(
@@ -232,9 +286,12 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         intent=presence,
         keeper_alive=keeper,
         keeper_overdue=overdue,
-        marker=Presence.PRESENT if (campaign / "marker.json").exists() else Presence.NONE,
+        marker=marked,
+        marker_overdue=marker is not None and marker.overdue,
+        gate_refused=bool(stopped),
+        abort_record=aborted,
         served_by_default=not ephemeral,
-        leftovers=leftovers,
+        leftovers=leftovers or bool(left),
     )
     unfinished = tuple(
         name
@@ -253,7 +310,26 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         production=detail if folder is None else f"{production.value}: {detail}",
         window=newest,
         unfinished=unfinished if held is None else (),
+        marker=marker,
+        stopped=one_line(stopped),
+        leftovers=left,
     )
+
+
+def _restarted(target: Target, marker: Marker) -> str:
+    """Which host was restarted since the marker was written; one that does not answer is none."""
+    try:
+        now = target.identities()
+    except Dsv41Error:
+        return ""
+    changed = [host for host, boot in sorted(marker.hosts.items()) if now.get(host) != boot]
+    return f"{changed[0]} was restarted" if changed else ""
+
+
+def _taken_over(status: Status) -> bool:
+    """Whether a window after the one that wrote the marker has production's intent."""
+    marker, intent = status.marker, status.intent
+    return marker is not None and intent is not None and intent.window != marker.window
 
 
 def _alive(pid: int, started: float) -> bool:

@@ -1,7 +1,8 @@
 """A running window: opened once, switched from start to start, closed by whoever gets there first.
 
 Open, in this order: lease, journal, keeper, (an ephemeral production starts), HOLD, capture,
-down-intent, production down, quiet proof. Every act is journalled before it is done, and its undo
+down-intent, production down, quiet proof. In a chain that has left production down the capture is
+the chain's and nothing is stopped. Every act is journalled before it is done, and its undo
 follows from the journal and the durable facts alone (`closing`), so no fixture holds the only undo.
 """
 
@@ -26,7 +27,7 @@ from ..errors import (
     UsageError,
     WindowStopped,
 )
-from ..hosts import CommandLog, LocalHost, Probe
+from ..hosts import Probe
 from ..hosts.local import boottime
 from ..measure import Endpoint, greedy_answers
 from ..targets import Arm, Started, Target, TargetFactory, name_factory
@@ -34,7 +35,16 @@ from ..text import one_line
 from ..window.advice import freeze_prior
 from ..window.plan import Plan, PlannedItem
 from ..window.process_rules import archived, ask, refusal
-from ..window.summary import ProcessRules, Summary
+from ..window.summary import CHAINED, ProcessRules, Summary
+from .abort import Aborted, abort
+from .chain import (
+    ChainUse,
+    Mode,
+    allow_unreachable,
+    chain_refusals,
+    end_action,
+    production_snapshot,
+)
 from .closing import CloseResult, close_window
 from .finish import ARCHIVE_NAME, Rule, finish_window
 from .hold import Hold, HoldState
@@ -42,11 +52,15 @@ from .intent import Intent, read_intent, write_intent
 from .journal import Journal, StepHook
 from .keeper import KeeperHandle, spawn_keeper
 from .lease import Lease
+from .marker import here, marker_path, read_marker, write_refused
 from .production import capture
 from .record import TargetRecord, register_window
 from .seam import Seam
 
-__all__ = ["State", "WindowRun", "as_arm"]
+__all__ = ["SINGLE", "State", "WindowRun", "as_arm"]
+
+SINGLE = ChainUse()
+"""A window outside a chain."""
 
 
 @dataclasses.dataclass
@@ -85,6 +99,7 @@ class WindowRun:
         rules: Mapping[str, Rule] | None = None,
         report_only: bool = False,
         prompts: Mapping[str, str] | None = None,
+        chain: ChainUse = SINGLE,
     ) -> None:
         self.plan = plan
         self.folder = folder
@@ -99,6 +114,9 @@ class WindowRun:
         self.opened = False
         self.refused: str | None = None
         self.process_rules: ProcessRules | None = None
+        self.chain = chain
+        self.mode = Mode.SINGLE
+        self.aborted: Aborted | None = None
         self.broken: dict[str, str] = {}
         self.seam: Seam | None = None
         """What the session does in the restore's seam; it counts only where one was planned."""
@@ -114,6 +132,7 @@ class WindowRun:
         self._closing = False
         self._closed: CloseResult | None = None
         self._deadline = 0.0
+        self._boots: dict[str, str] = {}
         self._arms = {arm["name"]: as_arm(arm) for arm in plan.spec["arms"]}
 
     # -- asked from outside ------------------------------------------------------------------------
@@ -191,7 +210,8 @@ class WindowRun:
             self._admit()
         except BaseException as error:
             self.refused = one_line(str(error) or type(error).__name__, 2000)
-            self.lease.release()
+            if not self._abort_is_due():
+                self.lease.release()
             raise
         self.opened = True
         target = self.target
@@ -203,6 +223,37 @@ class WindowRun:
                 detail["pid"] = self._keeper.pid
             self._take_down()
         self._show(phase="measuring", production="down" if target.holds else "")
+
+    def _abort_is_due(self) -> bool:
+        """Whether the chain that this window belongs to has to be brought to its end."""
+        marker = marker_path(self.campaign).exists()
+        action = end_action(stopped=True, hold_written=False, marker=marker, use=self.chain)
+        return action == "abort"
+
+    def abort_chain(self) -> Aborted | None:
+        """After a refused opening: end the chain that left production down; None without one.
+
+        Signals must be deferred by the caller.
+        """
+        if self.opened or not self.lease.epoch or not self._abort_is_due():
+            return None
+        self._closing = True
+        self._show(phase="chain abort", production="down")
+        with contextlib.suppress(Dsv41Error, OSError):
+            self.lease.renew(self.plan.window_id, self._record.close_budget_s)
+        self.aborted = self._abort()
+        self.lease.release()
+        return self.aborted
+
+    def _abort(self) -> Aborted:
+        with contextlib.suppress(Dsv41Error, OSError):
+            marker = read_marker(self.campaign)
+            if marker is not None:
+                # Should this process die now, the watchdog need not wait for the deadline.
+                write_refused(self.campaign, marker, f"{self.plan.window_id} ended before its HOLD")
+        return abort(
+            self.campaign, self.folder / "chain-abort", lease=self.lease, progress=self._progress
+        )
 
     def refusals(self) -> list[str]:
         """What would refuse the window now; runs the read-only probes and changes nothing."""
@@ -244,6 +295,9 @@ class WindowRun:
         if not target.holds:
             return []
         found = []
+        if self.chain.requested and marker_path(self.campaign).exists():
+            self.mode, refusals = chain_refusals(target, self.campaign)
+            return [str(refusal) for refusal in refusals]
         hold, _ = self.hold.owner()
         if hold is not HoldState.NONE:
             found.append(self.hold.refusal())
@@ -257,8 +311,11 @@ class WindowRun:
                     f"production is down by {intent.window}, which has not ended: "
                     f"dsv41 status --campaign {shlex.quote(str(self.campaign))}"
                 )
-        if (self.campaign / "marker.json").exists():
-            found.append(f"a chain marker lies in {self.campaign}: its chain goes first")
+        if marker_path(self.campaign).exists():
+            found.append(
+                f"a chain marker lies in {self.campaign}: its chain goes first (a window of the "
+                "chain is opened with WINDOW_CHAIN=1)"
+            )
         seen = target.probe()
         if seen.state is Probe.UNKNOWN:
             found.append(f"cannot tell whether production serves: {seen.detail}")
@@ -282,18 +339,20 @@ class WindowRun:
             commit=self._record.commit,
         )
         rules = self.process_rules
+        marker = read_marker(self.campaign) if self.mode is Mode.CHAINED else None
         self.journal.note(
             "window",
             "begin",
             id=self.plan.window_id,
             epoch=self.lease.epoch,
             process_rules=rules.model_dump(mode="json") if rules else None,
+            mode=self.mode.value,
+            chain=marker.placeholder_owner if marker else "",
             **sealed,
         )
 
     def _take_down(self) -> None:
         target, journal = self.target, self.journal
-        start_s = self._record.limits["start_s"]
         if target.ephemeral and target.probe().state is not Probe.UP:
             self._show(phase="starting the window's own production")
             with journal.step("production-first"):
@@ -301,39 +360,77 @@ class WindowRun:
         # Asked to stop, the window ends before the next act, and here still with nothing touched.
         self.pause(0)
         self._show(phase="HOLD")
-        host = LocalHost(CommandLog(self.folder / "cmd")).identity()
         with journal.step("hold"):
             self.hold.create(self.plan.window_id, self.lease.epoch)
+            self._admit_again()
         self.pause(0)
         self._show(phase="capture")
-        with journal.step("capture") as detail:
-            rollback, sha256 = capture(target, self.folder, deadline_s=start_s)
-            detail["rollback_sha256"] = sha256
+        intent = self._captured() if self.mode is Mode.SINGLE else self._inherited()
         self.pause(0)
         self._still_ours()
         with journal.step("intent"):
-            keeper = self._keeper
-            write_intent(
-                self.campaign,
-                Intent(
-                    window=self.plan.window_id,
-                    folder=str(self.folder),
-                    phase="DOWN",
-                    epoch=self.lease.epoch,
-                    host=host,
-                    deadline=self._deadline,
-                    rollback=str(rollback),
-                    rollback_sha256=sha256,
-                    keeper_pid=keeper.pid if keeper else 0,
-                    keeper_started=keeper.started if keeper else 0.0,
-                ),
-            )
+            write_intent(self.campaign, intent)
+        self._boots = intent.hosts
         self.pause(0)
-        self._show(phase="production stops", production="going down")
-        with journal.step("production-stop"):
-            target.stop_production()
+        if self.mode is Mode.SINGLE:
+            self._show(phase="production stops", production="going down")
+            with journal.step("production-stop"):
+                target.stop_production()
         self._show(production="down")
         self._quiet("quiet")
+
+    def _admit_again(self) -> None:
+        """Under the HOLD, production must be as it was found; silent only in a chain.
+
+        Raises:
+            RefusedByWorld: it is not; the HOLD goes again in the close.
+        """
+        seen = self.target.probe()
+        wanted = Probe.DOWN if allow_unreachable(self.mode) else Probe.UP
+        if seen.state is not wanted:
+            raise RefusedByWorld(
+                f"under the HOLD production is {seen.state.value}, not {wanted.value}: "
+                f"{seen.detail}"
+            )
+
+    def _captured(self) -> Intent:
+        """Capture the serving production; the intent that its restore will go by."""
+        with self.journal.step("capture") as detail:
+            rollback, sha256 = capture(
+                self.target, self.folder, deadline_s=self._record.limits["start_s"]
+            )
+            detail["rollback_sha256"] = sha256
+        return self._intent(str(rollback), sha256, "")
+
+    def _inherited(self) -> Intent:
+        """Take the chain's capture over: production is down, and there is nothing to ask."""
+        marker = read_marker(self.campaign)
+        if marker is None:
+            raise WindowStopped("the chain's marker is gone")
+        with self.journal.step("snapshot") as detail:
+            path, record = production_snapshot(marker)
+            sha256 = marker.snapshot_sha256
+            own = {**record, "chained_from": str(path), "chained_from_sha256": sha256}
+            write_atomic(self.folder / "rollback.json", dump_json(own) + "\n")
+            detail.update(rollback=str(path), rollback_sha256=sha256)
+        return self._intent(str(path), sha256, marker.placeholder_owner)
+
+    def _intent(self, rollback: str, sha256: str, chain: str) -> Intent:
+        keeper = self._keeper
+        return Intent(
+            window=self.plan.window_id,
+            folder=str(self.folder),
+            phase="DOWN",
+            epoch=self.lease.epoch,
+            host=here(),
+            deadline=self._deadline,
+            rollback=rollback,
+            rollback_sha256=sha256,
+            keeper_pid=keeper.pid if keeper else 0,
+            keeper_started=keeper.started if keeper else 0.0,
+            chain=chain,
+            hosts=self.target.identities(),
+        )
 
     def _still_ours(self) -> None:
         """Before each act: the lease's epoch and the HOLD must still be this window's."""
@@ -343,6 +440,10 @@ class WindowRun:
         state, owner = self.hold.state_for_window(self.plan.window_id)
         if state is not HoldState.OWN or self.hold.missing(self.plan.window_id):
             raise WindowStopped(f"the HOLD is no longer this window's ({state.value} {owner})")
+        now = self._target.identities() if self._boots else {}
+        for host, boot in self._boots.items():
+            if now.get(host) != boot:
+                raise WindowStopped(f"{host} was restarted during the window")
 
     def _quiet(self, step: str) -> None:
         limit = boottime() + self._record.limits["quiet_s"]
@@ -466,7 +567,11 @@ class WindowRun:
                 limits=self._record.limits,
                 progress=self._progress,
                 seam=self.seam if self.stop_reason is None else None,
+                leave_down=self._leaves_down(),
             )
+            if self._closed.abort_due:
+                self.aborted = self._abort()
+                self._closed = self.aborted.closed
         self.summary = finish_window(
             self.folder,
             self.journal,
@@ -479,8 +584,17 @@ class WindowRun:
             self._keeper.dismiss()
         self.lease.release()
         production = "UNKNOWN" if self._closed.production_down else "serving"
+        if self._closed.chain == CHAINED:
+            production = "down, the chain's"
         self._show(phase="done", production=production if self.target.holds else "")
         return self.summary
+
+    def _leaves_down(self) -> bool:
+        """Whether production stays down for the chain's next window."""
+        stopped = self.stop_reason is not None
+        marker = marker_path(self.campaign).exists()
+        action = end_action(stopped=stopped, hold_written=True, marker=marker, use=self.chain)
+        return self.target.holds and action == "chained"
 
     def _progress(self, what: str, left: float) -> None:
         self.state.seconds_left = left or None
