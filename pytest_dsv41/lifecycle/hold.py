@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..durable import dump_json
-from ..errors import Dsv41Error, RefusedByWorld
+from ..errors import Dsv41Error, RefusedByWorld, TransportError
 from ..targets import HoldSite
 from ..text import one_line
 from .journal import utc_now
@@ -61,6 +61,20 @@ class Hold:
     def state_for_campaign(self, campaign: Path) -> tuple[HoldState, str]:
         """As `owner`, with OWN when every owner has a journal in the campaign."""
         return self._strangest(lambda owner: window_folder(campaign, owner) is not None)
+
+    def answering(self) -> tuple[Hold, list[str]]:
+        """The HOLD over the hosts that answer, and why the others do not."""
+        sites, silent = [], []
+        for site in self.sites:
+            try:
+                site.host.read(site.path)
+            except TransportError as error:
+                silent.append(one_line(str(error)))
+            except (Dsv41Error, OSError):
+                sites.append(site)
+            else:
+                sites.append(site)
+        return Hold(tuple(sites)), silent
 
     def missing(self, window_id: str) -> list[HoldSite]:
         """The sites at which this window's HOLD does not lie."""

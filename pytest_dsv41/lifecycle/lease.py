@@ -59,7 +59,7 @@ class Lease:
                     + (str(held) if held else "it has not said its name yet")
                 )
             time.sleep(0.01)
-        self.epoch = int(_number(self._read(), "epoch", 0)) + 1
+        self.epoch = self.newest() + 1
         self._write(owner, seconds)
 
     def renew(self, owner: str, seconds: float) -> None:
@@ -90,11 +90,15 @@ class Lease:
         Raises:
             RefusedByWorld: a newer epoch exists.
         """
-        now = int(_number(self._read(), "epoch", 0))
+        now = self.newest()
         if now != self.epoch:
             raise RefusedByWorld(
                 f"lease lost: epoch {now} is at work, this process has {self.epoch}"
             )
+
+    def newest(self) -> int:
+        """The newest epoch that anybody has had; 0 before the first."""
+        return int(_number(self._read(), "epoch", 0))
 
     def release(self) -> None:
         """Give it back; the epoch stays."""

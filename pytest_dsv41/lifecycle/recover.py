@@ -274,7 +274,11 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         here = LocalHost(CommandLog(campaign / "cmd"))
         hold = Hold((HoldSite(here, str(campaign / "HOLD")),))
     if hold.sites:
-        hold_state, hold_owner = hold.state_for_campaign(campaign)
+        answering, silent = hold.answering()
+        hold_state, hold_owner = answering.state_for_campaign(campaign)
+        if silent:
+            # A HOLD that cannot be looked at is nobody's yet: what runs there is not known either.
+            production, detail = Probe.UNKNOWN, silent[0]
     left = read_leftovers(campaign)
     keeper = _alive(intent.keeper_pid, intent.keeper_started) if intent else False
     overdue = bool(intent and keeper and boottime() > intent.deadline + _KEEPER_GRACE_S)

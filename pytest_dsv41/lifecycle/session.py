@@ -301,6 +301,11 @@ class WindowRun:
         hold, _ = self.hold.owner()
         if hold is not HoldState.NONE:
             found.append(self.hold.refusal())
+        if marker_path(self.campaign).exists():
+            found.append(
+                f"a chain marker lies in {self.campaign}: its chain goes first (a window of the "
+                "chain is opened with WINDOW_CHAIN=1)"
+            )
         try:
             intent = read_intent(self.campaign)
         except UsageError as error:
@@ -311,11 +316,6 @@ class WindowRun:
                     f"production is down by {intent.window}, which has not ended: "
                     f"dsv41 status --campaign {shlex.quote(str(self.campaign))}"
                 )
-        if marker_path(self.campaign).exists():
-            found.append(
-                f"a chain marker lies in {self.campaign}: its chain goes first (a window of the "
-                "chain is opened with WINDOW_CHAIN=1)"
-            )
         seen = target.probe()
         if seen.state is Probe.UNKNOWN:
             found.append(f"cannot tell whether production serves: {seen.detail}")
