@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import enum
 import hashlib
 import os
@@ -19,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Protocol, runtime_checkable
 
-from ..durable import write_atomic
 from ..errors import CommandFailed, UsageError
 from ..text import one_line, visible
 
@@ -203,8 +203,10 @@ class Host(Protocol):
 class CommandLog:
     """Numbers every command of a window and keeps it as `cmd/NNNN-<name>.log`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, synced: bool = True) -> None:
         self.folder = folder
+        self.synced = synced
+        """Whether a record is on disk before the command's caller goes on."""
         self._lock = threading.Lock()
 
     def record(self, host: str, name: str, result: CommandResult) -> None:
@@ -233,4 +235,10 @@ class CommandLog:
             self.folder.mkdir(parents=True, exist_ok=True)
             taken = [int(p.name[:4]) for p in self.folder.glob("[0-9][0-9][0-9][0-9]-*.log")]
             path = self.folder / f"{max(taken, default=0) + 1:04d}-{safe}.log"
-            write_atomic(path, visible("\n".join(lines), 1_000_000) + "\n")
+            stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+            text = visible("\n".join([f"written: {stamp}", *lines]), 1_000_000)
+            with path.open("x", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+                file.flush()
+                if self.synced:
+                    os.fsync(file.fileno())

@@ -158,7 +158,7 @@ ACTS = st.lists(
 
 @given(acts=ACTS)
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_order_of_file_acts_gives_the_same_on_both(
     acts: list[tuple[str, str, bytes]], tmp_path_factory: pytest.TempPathFactory

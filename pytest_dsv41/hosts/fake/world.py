@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -42,7 +43,9 @@ FAULTS: Final[Mapping[str, str]] = MappingProxyType(
 """Faults by name. Each can be injected now, or armed at a named act, before it or after it."""
 
 _JUMP_S: Final = 3600.0
-_STATE: Final = "world.json"
+# Written in turns and never cut: a writer that is killed leaves the other one whole, and no file
+# is replaced, which disks answer slowly.
+_SLOTS: Final = ("world.0", "world.1")
 _EVENTS: Final = "events.jsonl"
 
 
@@ -144,10 +147,10 @@ class FakeWorld:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = FileLock(folder / "lock")
-        self._seen: tuple[int, int] | None = None
+        self._seen = -1
         self._state: State | None = None
         self._programs: dict[str, Program] | None = None
-        if not (folder / _STATE).is_file():
+        if not (folder / _SLOTS[0]).is_file():
             raise UsageError(f"{folder}: no world lies there; FakeWorld.create makes one")
 
     @classmethod
@@ -181,14 +184,14 @@ class FakeWorld:
         for name in programs.values():
             load_program(name)
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / _STATE).exists():
+        if (folder / _SLOTS[0]).exists():
             raise UsageError(f"{folder}: a world lies there already")
         machines = {
             name: Machine(name, f"127.77.{seed % 251}.{number}")
             for number, name in enumerate(hosts, start=2)
         }
         state = State(seed, kills, servers, dict(programs), machines)
-        (folder / _STATE).write_text(json.dumps(state.to_json()), encoding="utf-8")
+        _save(folder / _SLOTS[0], 0, state)
         return cls(folder)
 
     # -- faults and time -----------------------------------------------------------------------
@@ -276,7 +279,8 @@ class FakeWorld:
     def machine(self, host: str) -> Machine:
         """A copy of a machine's state, to look at; changing it changes nothing."""
         with self._locked():
-            return self._chosen(State.from_json(json.loads(self._raw())), host)[0]
+            state = self._read()
+            return self._chosen(State.from_json(json.loads(json.dumps(state.to_json()))), host)[0]
 
     def events(self) -> list[dict[str, Any]]:
         """The trace: every act on every host in its order, with what it answered."""
@@ -314,22 +318,20 @@ class FakeWorld:
         with (self.folder / _EVENTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(event, sort_keys=True) + "\n")
 
-    def _raw(self) -> str:
-        return (self.folder / _STATE).read_text(encoding="utf-8")
-
     def _read(self) -> State:
-        stat = (self.folder / _STATE).stat()
-        if self._state is None or self._seen != (stat.st_ino, stat.st_mtime_ns):
-            self._state = State.from_json(json.loads(self._raw()))
-            self._seen = (stat.st_ino, stat.st_mtime_ns)
-        return self._state
+        newest, slot = max((_number(self.folder / name), name) for name in _SLOTS)
+        if self._state is not None and self._seen == newest:
+            return self._state
+        for name in (slot, *_SLOTS):
+            state = _load(self.folder / name)
+            if state is not None:
+                self._state, self._seen = state
+                return self._state
+        raise UsageError(f"{self.folder}: the world's state cannot be read")
 
     def _store(self, state: State) -> None:
-        temp = self.folder / f".{_STATE}.tmp"
-        temp.write_text(json.dumps(state.to_json()), encoding="utf-8")
-        stat = temp.stat()
-        temp.rename(self.folder / _STATE)
-        self._state, self._seen = state, (stat.st_ino, stat.st_mtime_ns)
+        self._seen += 1
+        _save(self.folder / _SLOTS[self._seen % 2], self._seen, state)
 
     @staticmethod
     def _chosen(state: State, host: str) -> list[Machine]:
@@ -338,6 +340,39 @@ class FakeWorld:
         if host not in state.machines:
             raise UsageError(f"host {host!r}; valid: {', '.join(state.machines)}")
         return [state.machines[host]]
+
+
+def _number(path: Path) -> int:
+    """How many times the world was stored when this file was, or -1."""
+    try:
+        with path.open("rb") as file:
+            return int(file.read(80).split(b" ", 1)[0])
+    except (OSError, ValueError):
+        return -1
+
+
+def _load(path: Path) -> tuple[State, int] | None:
+    """The state of one file, or None when it is missing or was not written to its end."""
+    try:
+        head, _, rest = path.read_bytes().partition(b"\n")
+        number, length, check = (int(word) for word in head.split())
+    except (OSError, ValueError):
+        return None
+    if zlib.crc32(rest[:length]) != check:
+        return None
+    return State.from_json(json.loads(rest[:length])), number
+
+
+def _save(path: Path, number: int, state: State) -> None:
+    text = json.dumps(state.to_json()).encode()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # The number comes last: until then the file is the older one of the two.
+        os.pwrite(fd, b"%-79d" % -1, 0)
+        os.pwrite(fd, text, 80)
+        os.pwrite(fd, b"%-20d %-20d %-37d\n" % (number, len(text), zlib.crc32(text)), 0)
+    finally:
+        os.close(fd)
 
 
 def _known(fault: str) -> None:
