@@ -11,6 +11,7 @@ SQLite runs with `synchronous=OFF`: a kill cannot harm it, a power failure can, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -25,11 +26,11 @@ from typing import Any
 
 from pytest_dsv41.archive.chain import START, Position, Walk, walk
 from pytest_dsv41.archive.errors import ChainBroken
-from pytest_dsv41.archive.rows import DEFINITION, KEY, parse_line, row_key
+from pytest_dsv41.archive.rows import DEFINITION, parse_line, row_key
 
 __all__ = ["Index", "Place", "StaleIndex", "drop_index", "index_path"]
 
-_FORMAT = 5
+_FORMAT = 6
 # Ids are hashes of what they stand for: nothing has to be looked up before a row is added.
 _TABLES = """
 CREATE TABLE bound (
@@ -43,10 +44,10 @@ CREATE TABLE definition (
     prompt_sha256 TEXT NOT NULL
 );
 CREATE TABLE row (
-    seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, offset INTEGER NOT NULL,
-    length INTEGER NOT NULL, definition INTEGER NOT NULL, window INTEGER NOT NULL
-);
-CREATE INDEX row_definition ON row (definition, offset, window);
+    definition INTEGER NOT NULL, seq INTEGER NOT NULL, key BLOB NOT NULL, offset INTEGER NOT NULL,
+    length INTEGER NOT NULL, window INTEGER NOT NULL, PRIMARY KEY (definition, seq)
+) WITHOUT ROWID;
+CREATE UNIQUE INDEX row_key ON row (key);
 """
 # Which column answers a filter on a field; the other fields are compared in the rows themselves.
 COLUMNS = {
@@ -67,7 +68,7 @@ _KEYS_AT_ONCE = 500
 # What SQLite says of a value that is no row's, or of a second row with a key.
 _UNFIT = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
 _definition_of = itemgetter(*DEFINITION)
-_key_of = itemgetter(*KEY)
+_named_of = itemgetter("window", "start", *DEFINITION)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,15 +78,24 @@ def _id(*parts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
 
 
+def _key(group: bytes, repeat: int) -> bytes:
+    """Return what stands for a row's key: its group, and the repeat itself."""
+    return group + repeat.to_bytes(1 if repeat < 256 else 8, "big")
+
+
 @functools.lru_cache(maxsize=4096)
-def _key(key: tuple[Any, ...]) -> bytes:
-    """Return 128 bits that stand for a row's key.
+def _ids(window: str, start: str, *definition: Any) -> tuple[int, int, bytes]:
+    """Return the ids of a row's definition and window, and its group."""
+    cell, metric = definition[:2]
+    return _id(*definition), _id(window), _group(window, cell, metric, start)
+
+
+def _group(window: str, *rest: str) -> bytes:
+    """Return 128 bits for a start of a window's cell and metric.
 
     The first half stands for the window, so that its rows lie together.
     """
-    window, *rest = key
-    text = "\0".join(map(str, rest)).encode()
-    return _prefix(window) + hashlib.blake2b(text, digest_size=8).digest()
+    return _prefix(window) + hashlib.blake2b("\0".join(rest).encode(), digest_size=8).digest()
 
 
 def _prefix(window: str) -> bytes:
@@ -132,15 +142,45 @@ def _state(fd: int) -> str:
     )
 
 
+_Owner = tuple[int, int, int]
+"""Whose connection it is: process, and device and inode of the index file."""
+
+_spare: list[tuple[_Owner, sqlite3.Connection]] = []
+"""The connection that was closed last: opening one costs as much as adding a batch of rows.
+
+Whoever opens an index takes it out, so nobody shares it.
+"""
+
+
+def _take_spare(owner: _Owner) -> sqlite3.Connection | None:
+    with contextlib.suppress(IndexError):
+        known, connection = _spare.pop()
+        if known == owner:
+            return connection
+        connection.close()
+    return None
+
+
+@atexit.register
+def _close_spare() -> None:
+    while _spare:
+        _spare.pop()[1].close()
+
+
 class Index:
     """One connection to an archive's index. Every method may raise `sqlite3.Error`.
 
     It opens in a read transaction, so that all look-ups lock the file once and see one state.
     """
 
-    def __init__(self, connection: sqlite3.Connection, *, in_memory: bool) -> None:
+    def __init__(self, connection: sqlite3.Connection, owner: _Owner | None) -> None:
         self._db = connection
-        self.in_memory = in_memory
+        self._owner = owner
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it lies beside no archive and is gone when it is closed."""
+        return self._owner is None
 
     @classmethod
     def open(cls, path: Path) -> Index:
@@ -154,16 +194,23 @@ class Index:
         """Return an empty index that lives as long as the object."""
         connection = sqlite3.connect(":memory:", isolation_level=None)
         connection.executescript(_TABLES)
-        return cls(connection, in_memory=True)
+        return cls(connection, None)
 
     @classmethod
     def _open_file(cls, file: Path) -> Index:
         # The file is created here and not by SQLite, for its mode and against symbolic links.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        os.close(os.open(file, flags, 0o600))
-        connection = sqlite3.connect(file, timeout=2, isolation_level=None)
+        fd = os.open(file, flags, 0o600)
+        info = os.fstat(fd)
+        os.close(fd)
+        owner = (os.getpid(), info.st_dev, info.st_ino)
+        connection = _take_spare(owner)
         try:
-            connection.execute("PRAGMA synchronous=OFF")
+            if connection is None:
+                connection = sqlite3.connect(
+                    file, timeout=2, isolation_level=None, check_same_thread=False
+                )
+                connection.execute("PRAGMA synchronous=OFF")
             connection.execute("BEGIN")
             if connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
                 connection.execute("COMMIT")
@@ -173,9 +220,10 @@ class Index:
                 connection.execute("COMMIT")
                 connection.execute("BEGIN")
         except BaseException:
-            connection.close()
+            if connection is not None:
+                connection.close()
             raise
-        return cls(connection, in_memory=False)
+        return cls(connection, owner)
 
     @staticmethod
     def _wipe(connection: sqlite3.Connection) -> None:
@@ -188,8 +236,13 @@ class Index:
             connection.execute(statement)
 
     def close(self) -> None:
-        """Close the connection; an in-memory index is gone."""
-        self._db.close()
+        """Give the connection back; an in-memory index is gone."""
+        if self._owner is None or _spare:
+            self._db.close()
+            return
+        with contextlib.suppress(sqlite3.Error):
+            self._db.rollback()
+        _spare.append((self._owner, self._db))
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -289,12 +342,11 @@ class Index:
         definitions: dict[int, tuple[Any, ...]] = {}
         windows: dict[int, str] = {}
         for seq, offset, length, row in rows:
-            named, name = _definition_of(row), row["window"]
-            definition, window = _id(*named), _id(name)
+            definition, window, group = _ids(*_named_of(row))
             if definition not in definitions:
-                definitions[definition] = (definition, seq, *named)
-            windows[window] = name
-            records.append((seq, _key(_key_of(row)), offset, length, definition, window))
+                definitions[definition] = (definition, seq, *_definition_of(row))
+            windows[window] = row["window"]
+            records.append((definition, seq, _key(group, row["repeat"]), offset, length, window))
         self._db.executemany("INSERT OR IGNORE INTO window VALUES (?, ?)", windows.items())
         self._db.executemany(
             "INSERT OR IGNORE INTO definition VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -304,7 +356,7 @@ class Index:
 
     def find_keys(self, keys: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], Place]:
         """Return where the rows of keys (window, cell, metric, start, repeat) stand."""
-        wanted = {_key(key): key for key in keys}
+        wanted = {_key(_group(*key[:-1]), key[-1]): key for key in keys}
         found = {}
         for some in _some(list(wanted), _KEYS_AT_ONCE):
             marks = ", ".join("?" for _ in some)
@@ -318,7 +370,9 @@ class Index:
     def place(self, seq: int) -> Place | None:
         """Return where the row of a number stands."""
         found = self._db.execute(
-            "SELECT seq, offset, length FROM row WHERE seq = ?", (seq,)
+            "SELECT seq, offset, length FROM definition CROSS JOIN row"
+            " ON row.definition = definition.id AND row.seq = ?",
+            (seq,),
         ).fetchone()
         return Place(*found) if found else None
 
@@ -354,7 +408,7 @@ class Index:
         return self._db.execute(
             "SELECT row.seq, row.offset, window.name FROM row"
             " JOIN window ON window.id = row.window WHERE row.definition = ?"
-            " ORDER BY row.offset",
+            " ORDER BY row.seq",
             (definition,),
         ).fetchall()
 
@@ -374,5 +428,5 @@ def _condition(where: Mapping[str, Sequence[Any]]) -> tuple[str, list[Any]]:
     if windows:
         parts.append(f"({' OR '.join('row.key BETWEEN ? AND ?' for _ in windows)})")
         for window in windows:
-            values += [_prefix(str(window)) + b"\0" * 8, _prefix(str(window)) + b"\xff" * 8]
+            values += [_prefix(str(window)), _prefix(str(window)) + b"\xff" * 24]
     return ("WHERE " + " AND ".join(parts) if parts else ""), values

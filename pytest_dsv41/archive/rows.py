@@ -307,8 +307,10 @@ def _repeated(*values: Any) -> tuple[str, str, str]:
     )
 
 
-def prepare(row: Mapping[str, Any], where: str) -> Prepared:
+def prepare(row: Mapping[str, Any], number: int) -> Prepared:
     """Return a row ready to be written; the same as `normalise`, `row_key` and `fields_text`.
+
+    `number` is the row's place in its batch, by which a message names it.
 
     A batch of a window's rows takes a short way; whatever is unusual goes the long one, which
     also names what is wrong.
@@ -330,7 +332,7 @@ def prepare(row: Mapping[str, Any], where: str) -> Prepared:
         if type(repeat) is not int or not 0 <= repeat <= _INTEGER_LIMIT:
             raise _Wrong
     except (KeyError, TypeError, _Wrong):
-        plain = normalise(row, where)
+        plain = normalise(row, f"row {number}")
         return Prepared(plain, row_key(plain), fields_text(plain))
     return Prepared(dict(row), _key_of(row), f"{before}{value!r}{between}{repeat}{behind}")
 

@@ -147,7 +147,7 @@ def _batch(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], Prepared]
         raise RowRefused("rows: must be a list of rows, not one row")
     batch: dict[tuple[Any, ...], Prepared] = {}
     for number, given in enumerate(rows):
-        row = prepare(given, f"row {number}")
+        row = prepare(given, number)
         earlier = batch.setdefault(row.key, row)
         if earlier is not row:
             _refuse_conflict(f"row {number}", row.row, earlier.row, "an earlier row")
@@ -201,24 +201,24 @@ def _append(
     found = index.refresh(fd, archive.name) if bound is None else Walk(bound)
     _refuse_rollback(archive, found.position, checkpoints, lambda seq: _sha_of(fd, index, seq))
     end = _settle(archive, fd, found, disk)
+    try:
+        return _write(archive, fd, index, list(batch.values()), end, disk)
+    except sqlite3.IntegrityError:
+        # Nothing was written: the index has one of the keys already.
+        return _write(archive, fd, index, _fresh(archive, fd, index, batch), end, disk)
+
+
+def _fresh(
+    archive: Path, fd: int, index: Index, batch: Mapping[tuple[Any, ...], Prepared]
+) -> list[Prepared]:
+    """Return the rows of a batch that are not in the archive; those that are must be equal."""
     index.begin()
     known = index.find_keys(batch)
     for key, place in known.items():
         there = line_fields(_line(fd, place))
         _refuse_conflict(archive.name, batch[key].row, there, f"line {place.seq}")
     index.end()
-    fresh = [row for key, row in batch.items() if key not in known]
-    if not fresh:
-        # Rows that a killed appender left may be in the page cache only: acknowledge after a sync.
-        disk.sync(fd)
-        return _head(end)
-    lines, places, new_end = _lines(fresh, end)
-    _write(archive, fd, lines, end, disk)
-    # The batch is on disk. The index can fail now without harm: it is checked before it is used.
-    with contextlib.suppress(sqlite3.Error, OSError), index.changing():
-        index.add(places)
-        index.bind(fd, new_end)
-    return _head(new_end)
+    return [row for key, row in batch.items() if key not in known]
 
 
 def _lines(
@@ -238,7 +238,36 @@ def _lines(
     return b"".join(lines), places, Position(offset, seq, prev)
 
 
-def _write(archive: Path, fd: int, lines: bytes, end: Position, disk: Disk) -> None:
+def _write(
+    archive: Path, fd: int, index: Index, rows: Sequence[Prepared], end: Position, disk: Disk
+) -> Head:
+    """Append rows that are not there yet.
+
+    Raises:
+        sqlite3.Error: the index is no good, or (IntegrityError) has one of the rows already; the
+            file is as it was.
+    """
+    if not rows:
+        # Rows that a killed appender left may be in the page cache only: acknowledge after a sync.
+        disk.sync(fd)
+        return _head(end)
+    lines, places, new_end = _lines(rows, end)
+    committed = False
+    try:
+        with index.changing():
+            # The index looks for the keys as it adds them: nothing has to look beforehand.
+            index.add(places)
+            _commit(archive, fd, lines, end, disk)
+            committed = True
+            index.bind(fd, new_end)
+    except (sqlite3.Error, OSError):
+        # Once the batch is on disk the index can fail without harm: it is checked before its use.
+        if not committed:
+            raise
+    return _head(new_end)
+
+
+def _commit(archive: Path, fd: int, lines: bytes, end: Position, disk: Disk) -> None:
     try:
         disk.write(fd, lines[1:], end.offset + 1)
         disk.sync(fd)

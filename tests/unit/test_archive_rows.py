@@ -238,7 +238,7 @@ def test_importing_the_archive_is_light() -> None:
     ],
 )
 def test_the_short_way_through_a_row_writes_what_the_long_one_does(row: dict[str, Any]) -> None:
-    prepared = prepare(row, "row 0")
+    prepared = prepare(row, 0)
     plain = normalise(row)
     assert prepared.row == plain
     assert prepared.key == row_key(plain)

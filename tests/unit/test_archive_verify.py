@@ -7,6 +7,8 @@ import json
 import os
 import random
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from pytest_dsv41.archive import (
     archive_append,
     archive_head,
     archive_rows,
+    iter_rows,
 )
 from pytest_dsv41.archive.index import index_path
 from pytest_dsv41.archive.rows import encode
@@ -450,3 +453,48 @@ def test_a_place_that_the_index_has_wrong_is_never_an_answer(tmp_path: Path) -> 
     db.close()
     expected = [example_row(i) for i in range(10)]
     assert archive_rows(archive, {"cell": "short-b1"}) == expected
+
+
+def test_an_append_while_rows_are_read_disturbs_neither(tmp_path: Path) -> None:
+    archive = tmp_path / "a.jsonl"
+    build(archive)
+    seen = []
+    for number, row in enumerate(iter_rows(archive, {"cell": "short-b1"})):
+        seen.append(row)
+        assert archive_append(archive, [example_row(100 + number)]).rows == 11 + number
+    # What a reader sees is the archive as it was when it began.
+    assert seen == [example_row(i) for i in range(10)]
+    assert len(archive_rows(archive, {"cell": "short-b1"})) == 20
+    assert verify_archive(archive, fields=True).ok
+
+
+FORKED = """
+import os, sys, threading
+from pytest_dsv41.archive import archive_append
+from pytest_dsv41.archive.testing import example_row
+
+def work(start):
+    for repeat in range(20):
+        archive_append(sys.argv[1], [example_row(repeat, start=start)])
+
+threads = [threading.Thread(target=work, args=(f"T{n}",)) for n in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+child = os.fork()
+work("P" if child else "F")
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_threads_and_a_forked_child_append_side_by_side(tmp_path: Path) -> None:
+    archive = tmp_path / "a.jsonl"
+    build(archive)
+    subprocess.run([sys.executable, "-W", "error", "-c", FORKED, str(archive)], check=True)
+    found = archive_rows(archive, {"cell": "short-b1"})
+    assert len(found) == archive_head(archive).rows == 10 + 5 * 20
+    assert {row["start"] for row in found} == {"C1", "T0", "T1", "T2", "F", "P"}
+    assert verify_archive(archive, fields=True).ok
