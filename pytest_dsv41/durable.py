@@ -55,12 +55,14 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _temporary(path: Path, data: bytes) -> Iterator[Path]:
+def _temporary(path: Path, data: bytes, mode: int = _MODE) -> Iterator[Path]:
     """Write `data`, synced, to a new file beside `path`; gone again on leaving."""
     temp = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
     try:
         try:
+            if mode != _MODE:
+                os.fchmod(fd, mode)
             _write_all(fd, data)
             os.fsync(fd)
         finally:
@@ -71,10 +73,13 @@ def _temporary(path: Path, data: bytes) -> Iterator[Path]:
             temp.unlink()
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace `path` by `data`: readers see the old bytes or the new ones, never a part."""
+def write_atomic(path: Path, data: bytes | str, *, mode: int = _MODE) -> None:
+    """Replace `path` by `data`: readers see the old bytes or the new ones, never a part.
+
+    `mode` is the new file's permissions; by default its owner's alone.
+    """
     raw = data.encode() if isinstance(data, str) else data
-    with _temporary(path, raw) as temp:
+    with _temporary(path, raw, mode) as temp:
         temp.rename(path)
         fsync_folder(path.parent)
 
