@@ -25,7 +25,8 @@ def through_json(plan: Plan) -> dict[str, Any]:
 @pytest.mark.parametrize("name", example_names())
 def test_a_plan_survives_json(name: str) -> None:
     spec = load_spec(name, environ={"LLAMA_SERVER": "s", "LLAMA_MODEL": "m"})
-    plan = make_plan(spec, CELLS, window_id="A-W-1")
+    quality = {use.name: {"kind": "quality", "estimated_s": 1.0} for use in spec.quality}
+    plan = make_plan(spec, {**CELLS, **quality}, window_id="A-W-1")
     again = Plan.from_json(through_json(plan))
     assert again == plan
     assert again.window == plan.window

@@ -718,7 +718,8 @@ def test_any_bytes_are_refused_in_one_line(
 
 
 def test_the_shipped_examples() -> None:
-    assert example_names() == ("demo", "demo-loss", "demo-null", "demo-tiny", "llamacpp")
+    names = ("demo", "demo-loss", "demo-null", "demo-quality", "demo-tiny", "llamacpp")
+    assert example_names() == names
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-null", "demo-loss"])
