@@ -200,7 +200,7 @@ class Lab:
         group = self._cgroups / self.namespace(host)
         group.mkdir(exist_ok=True)
         root = Path(__file__).resolve().parents[2]
-        bound = sorted({str(root), sys.prefix, str(self.folder)})
+        bound = sorted({str(root), sys.prefix, sys.base_prefix, str(self.folder)})
         with (self.folder / f"{host}.console").open("ab") as console:
             self._processes[host] = subprocess.Popen(
                 [

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.lab.lab import HOSTS, Lab, missing, sweep
+from tests.lab.pair import Pair
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +40,15 @@ def lab(lab_hosts: Lab) -> Iterator[Lab]:
 def either(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def pair(lab: Lab, tmp_path: Path) -> Iterator[Pair]:
+    """Two hosts that serve; whatever a test leaves on them is taken down."""
+    pair = Pair(lab, tmp_path)
+    pair.serve()
+    try:
+        yield pair
+    finally:
+        lab.mend()
+        pair.clean()
