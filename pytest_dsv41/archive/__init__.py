@@ -20,9 +20,10 @@ from pytest_dsv41.archive.errors import (
     RowRefused,
     WrongSchema,
 )
-from pytest_dsv41.archive.rows import SCHEMA, prompt_identity
+from pytest_dsv41.archive.rows import SCHEMA
 from pytest_dsv41.archive.spread import Spread, WindowSpread, archive_spread, archive_spreads
 from pytest_dsv41.archive.store import Head, archive_append, archive_head, archive_rows, iter_rows
+from pytest_dsv41.identity import prompt_identity
 
 __all__ = [
     "SCHEMA",

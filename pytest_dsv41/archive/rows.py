@@ -20,13 +20,14 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import date as _date
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from pytest_dsv41.archive.errors import ChainBroken, RowRefused
+from pytest_dsv41.identity import prompt_identity
 from pytest_dsv41.text import one_line
 
 __all__ = [
@@ -41,7 +42,6 @@ __all__ = [
     "line_fields",
     "normalise",
     "parse_line",
-    "prompt_identity",
     "row_key",
 ]
 
@@ -63,18 +63,6 @@ _INTEGER_LIMIT = 2**53  # beyond it JSON readers round
 _HEX40 = re.compile(r"[0-9a-f]{40}")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _CHAIN = ("seq", "prev_sha256", "batch", "sha256")
-
-
-def prompt_identity(hashes: Iterable[str]) -> str:
-    """Return the identity of a repeat's prompts (RULES section 1).
-
-    One hash is its own identity; of several it is the sha256 of the sorted hashes joined by a
-    newline, duplicates kept.
-    """
-    members = sorted(hashes)
-    if len(members) == 1:
-        return members[0]
-    return hashlib.sha256("\n".join(members).encode()).hexdigest()
 
 
 _key_of = itemgetter(*KEY)

@@ -5,6 +5,7 @@ Pure arithmetic on numbers that somebody else measured: numpy and scipy, no inpu
 
 from __future__ import annotations
 
+from ..identity import prompt_identity
 from .excess import excess_p, least_losing_count, mean_ceiling
 from .moderated import Prior, fit_prior, moderated_advice, widened_aa_advice
 from .pairs import decide_paired_cell, decide_paired_window, report_paired_window
@@ -20,7 +21,7 @@ from .resolution import (
 )
 from .result import Advice, CellResult, Decision, Group, SeriesResult
 from .seeded import SeededSeries, seeded_series
-from .series import ORIENTATION, Refused, Series, metric_label, prompt_identity
+from .series import ORIENTATION, Refused, Series, metric_label
 from .signflip import SignFlip, sign_flip
 
 __all__ = [

@@ -7,7 +7,6 @@ not settle the question, the first that there was no question.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import numbers
 import re
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["ORIENTATION", "Refused", "Series", "metric_label", "prompt_identity"]
+__all__ = ["ORIENTATION", "Refused", "Series", "metric_label"]
 
 ORIENTATION: dict[str, bool] = {
     "ms_per_round": True,
@@ -71,25 +70,6 @@ class Refused(ValueError):
 def metric_label(metric: str) -> str:
     """A metric's name in plain words."""
     return _LABELS.get(metric, metric.replace("_", " "))
-
-
-def prompt_identity(hashes: Iterable[str]) -> str:
-    """The identity of the prompts of one request group (RULES section 0).
-
-    `hashes` are the sha256 of the members' prompt texts, 64 lower-case hex digits each. One hash is
-    its own identity; several give the sha256 of the sorted hashes joined by a newline, with none
-    at the end and duplicates kept. Raises `Refused` for no hash, or for one of another form.
-    """
-    if isinstance(hashes, str):
-        raise Refused("prompt_identity takes a list of hashes, got one text")
-    members = list(hashes)
-    if not members:
-        raise Refused("prompt_identity needs at least one hash")
-    for position, member in enumerate(members):
-        check_identity(member, arm="hashes", position=position)
-    if len(members) == 1:
-        return members[0]
-    return hashlib.sha256("\n".join(sorted(members)).encode("ascii")).hexdigest()
 
 
 def check_identity(
@@ -164,7 +144,7 @@ class Series:
     The first series of a cell is its primary, every further one a guard, which can only cause a
     LOSS. Values are in the metric's unit, one per repeat, in run order; `paired` says that
     candidate i was measured beside control i (adjacent starts, or the mean of two bracketing ones).
-    The prompt lists hold one identity per value (see `prompt_identity`); a decision cell needs
+    The prompt lists hold one identity per value (see `identity`); a decision cell needs
     them. The values themselves are judged, or `Refused`, when a rule reads them.
     """
 

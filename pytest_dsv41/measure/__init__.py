@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pytest_dsv41.identity import prompt_identity
+
 if TYPE_CHECKING:
     from pytest_dsv41.measure.cell import (
         Builder,
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
         Request,
         Sampling,
         for_cells,
-        prompt_identity,
     )
     from pytest_dsv41.measure.corpus import PROMPT_SHA256, Corpus, Prompt
     from pytest_dsv41.measure.greedy import Answer, greedy_answers
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "cell": ("Builder", "Cell", "Request", "Sampling", "for_cells", "prompt_identity"),
+    "cell": ("Builder", "Cell", "Request", "Sampling", "for_cells"),
     "corpus": ("PROMPT_SHA256", "Corpus", "Prompt"),
     "greedy": ("Answer", "greedy_answers"),
     "group": ("Endpoint", "GroupResult", "Progress", "measure_group"),

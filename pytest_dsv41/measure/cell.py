@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,6 @@ __all__ = [
     "Sampling",
     "for_cells",
     "messages_sha256",
-    "prompt_identity",
     "runs_beside",
 ]
 
@@ -94,13 +92,6 @@ def messages_sha256(messages: Sequence[Mapping[str, Any]]) -> str:
     if len(messages) == 1 and isinstance(messages[0].get("content"), str):
         return text_sha256(messages[0]["content"])
     return text_sha256(dump_json([dict(message) for message in messages]))
-
-
-def prompt_identity(hashes: Sequence[str]) -> str:
-    """One identity of a request group: a single hash itself, several their sorted hashes' hash."""
-    if len(hashes) == 1:
-        return hashes[0]
-    return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ import httpx
 
 from pytest_dsv41.engines import Engine, Server, Snapshot, base_url, get_engine, unix_path
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
-from pytest_dsv41.measure.cell import Request, prompt_identity
+from pytest_dsv41.identity import prompt_identity
+from pytest_dsv41.measure.cell import Request
 from pytest_dsv41.measure.metrics import Value, values_of
 from pytest_dsv41.measure.stream import StreamRecord, check_answer, read_stream
 from pytest_dsv41.measure.transport import WireTransport

@@ -18,7 +18,8 @@ from typing import Any, Final
 
 from ..engines import get_engine
 from ..errors import MeasurementFailed, MeasurementRefused, UsageError
-from ..measure.cell import Sampling, prompt_identity
+from ..identity import prompt_identity
+from ..measure.cell import Sampling
 from ..measure.corpus import text_sha256
 from ..measure.group import Endpoint, Progress
 from ..measure.seeded import SEEDED_CELLS, SeededCell, SeededResult, check_seeds, run_seeded_cell

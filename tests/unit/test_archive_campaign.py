@@ -260,7 +260,7 @@ def test_a_backfill_of_the_windows_folders_gives_the_same_rows(
             )
             line["values"][row["metric"]] = {"value": row["value"]}
         (folder / "values.jsonl").write_text("".join(json.dumps(v) + "\n" for v in values.values()))
-        hosts = ("sparkhead", "sparkworker-wired")
+        hosts = ("head-a", "worker-b")
         log = "".join(f"{host} clock cap {window[2]} MHz\n" for host in hosts)
         for start in ("C1", "C2"):
             (folder / "cmd" / f"0001-{start}-start.log").write_text(log)

@@ -79,7 +79,7 @@ def write_folder(campaign: Path, window: str, rows: Sequence[Row]) -> Path:
     (folder / "summary.json").write_text(json.dumps(summary))
     for number, start in enumerate(("C1", "C2")):
         (folder / "cmd" / f"{number:04}-{start}-start.log").write_text(
-            "sparkhead clock cap 2150 MHz\nsparkworker-wired clock cap 2150 MHz\n"
+            "head-a clock cap 2150 MHz\nworker-b clock cap 2150 MHz\n"
         )
     values: dict[tuple[str, str, int], Row] = {}
     for row in rows:

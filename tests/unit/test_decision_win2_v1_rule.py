@@ -429,7 +429,7 @@ def test_identity_of_one_prompt_is_its_hash_and_of_several_the_hash_of_the_sorte
 
 @pytest.mark.parametrize("bad", [[], A, ["xyz"], [A.upper()], [A[:63]], [A + "\n"], [None]])
 def test_what_is_no_hash_has_no_identity(bad: Any) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(ValueError, match="prompt"):
         prompt_identity(bad)
 
 

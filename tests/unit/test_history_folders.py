@@ -75,7 +75,7 @@ def folder(
     (out / "summary.json").write_text(json.dumps(shown))
     text = "".join(json.dumps(one) + "\n" for one in (CONTROL if values is None else values))
     (out / "values.jsonl").write_text(text)
-    both = "sparkhead clock cap 2150 MHz\nsparkworker-wired clock cap 2150 MHz\n"
+    both = "head-a clock cap 2150 MHz\nworker-b clock cap 2150 MHz\n"
     for number, (start, log) in enumerate((logs or {"C1": both, "C2": both}).items()):
         (out / "cmd" / f"{number:04}-{start}-start.log").write_text(log)
     return out
@@ -111,19 +111,19 @@ def test_the_start_log_proves_the_cap_only_if_both_hosts_printed_it_and_agree(
     out = folder(
         tmp_path,
         logs={
-            "C1": "x\nsparkhead clock cap 2300 MHz\nnoise\nsparkworker-wired clock cap 2300 MHz\n",
-            "C2": "sparkhead clock cap 2300 MHz\n",
-            "C3": "sparkhead clock cap 2300 MHz\nsparkworker-wired clock cap 2150 MHz\n",
+            "C1": "x\nhead-a clock cap 2300 MHz\nnoise\nworker-b clock cap 2300 MHz\n",
+            "C2": "head-a clock cap 2300 MHz\n",
+            "C3": "head-a clock cap 2300 MHz\nworker-b clock cap 2150 MHz\n",
             "C4": "nvidia-smi failed\n",
             "C10": "a clock cap 2150 MHz\nb clock cap 2150 MHz\n",
         },
     )
     assert start_clock_cap(out, "C1") == (2300, "start-log")
     assert start_clock_cap(out, "C10") == (2150, "start-log")
-    with pytest.raises(HistoryUnknown, match=r"1 of 2 hosts proved a clock cap .sparkhead 2300"):
+    with pytest.raises(HistoryUnknown, match=r"1 of 2 hosts proved a clock cap .head-a 2300"):
         start_clock_cap(out, "C2")
     assert start_clock_cap(out, "C2", hosts=1) == (2300, "start-log")
-    with pytest.raises(HistoryUnknown, match=r"the clock caps differ .sparkhead 2300, sparkworker"):
+    with pytest.raises(HistoryUnknown, match=r"the clock caps differ .head-a 2300, worker"):
         start_clock_cap(out, "C3")
     with pytest.raises(HistoryUnknown, match=r"0 of 2 hosts proved a clock cap .none"):
         start_clock_cap(out, "C4")
@@ -169,7 +169,7 @@ def test_a_clock_log_line_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_the_caps_of_a_window_are_all_its_starts_or_unknown(tmp_path: Path) -> None:
-    high = "sparkhead clock cap 2300 MHz\nsparkworker-wired clock cap 2300 MHz\n"
+    high = "head-a clock cap 2300 MHz\nworker-b clock cap 2300 MHz\n"
     low = high.replace("2300", "2150")
     out = folder(tmp_path, logs={"C1": high, "C2": low})
     assert clock_caps_mhz(out) == [2150, 2300]
@@ -279,8 +279,8 @@ def test_backfill_is_idempotent_and_reads_a_window_named_twice_once(
 def test_a_start_whose_cap_is_not_proved_is_left_out_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = "sparkhead clock cap 2150 MHz\nsparkworker-wired clock cap 2150 MHz\n"
-    out = folder(tmp_path, logs={"C1": log, "C2": "sparkhead clock cap 2150 MHz\n"})
+    log = "head-a clock cap 2150 MHz\nworker-b clock cap 2150 MHz\n"
+    out = folder(tmp_path, logs={"C1": log, "C2": "head-a clock cap 2150 MHz\n"})
     assert main(["archive", "append", str(out)]) == 0
     text = capsys.readouterr().out
     assert "4 control rows, 4 new" in text
