@@ -41,6 +41,7 @@ COMMANDS = {
     "schema": "print the JSON schema of a summary or a window file",
     "status": "the facts of a campaign, what they mean, the exact next command",
     "stub": "the embedded stub server",
+    "watchdog": "one look at a campaign for a timer: alert, recover a stopped chain once",
     "window-cap": "may this lane open another window? 0 ALLOW, 2 REFUSE",
     "windows": "list the windows of a campaign",
 }
