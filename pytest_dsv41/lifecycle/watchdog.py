@@ -63,7 +63,7 @@ def pass_once(
         settings = read_campaign(campaign)
         status = look(campaign)
         if status.observation.answer is Answer.RECOVER:
-            recovered, status = _recover(campaign, status, progress)
+            recovered, status = _recover(campaign, progress)
     except (Dsv41Error, OSError, ValueError) as error:
         why = one_line(f"the facts of {campaign} cannot be read: {error}")
         alert = {"answer": "ALERT", "why": why, "row": 0, "command": "look at it by hand"}
@@ -89,7 +89,7 @@ def pass_once(
 
 
 def _recover(
-    campaign: Path, status: Status, progress: Callable[[str, float], None]
+    campaign: Path, progress: Callable[[str, float], None]
 ) -> tuple[Aborted | None, Status]:
     """The one recovery that needs nobody. Whoever holds the lease is at work on it already."""
     lease = Lease(campaign)

@@ -66,7 +66,7 @@ def test_a_standing_alert_is_told_once_and_again_after_the_hours(
 ) -> None:
     told = told_by_command(pair)
     production_dies(pair)
-    now = watchdog.boottime()
+    now = 1000.0
     clock = {"now": now}
     monkeypatch.setattr(watchdog, "boottime", lambda: clock["now"])
     for seconds, times in ((0, 1), (60, 1), (7199, 1), (7200, 2), (7260, 2), (14400, 3)):
@@ -114,7 +114,7 @@ def test_a_stopped_chain_is_recovered_once_and_by_nobody_beside_somebody_at_work
     pair.world.inject("reboot", "alpha")
     lease = Lease(pair.campaign)
     lease.acquire("somebody", 60.0)
-    assert pass_once(pair.campaign).answer == "CLEAN" or not journal
+    assert pass_once(pair.campaign).answer == "IN PROGRESS"
     lease.release()
     seen = pass_once(pair.campaign)
     assert seen.recovered is not None
