@@ -34,7 +34,9 @@ __all__ = [
     "parse_utc",
     "production_commit",
     "read_values",
+    "recorded_clocks",
     "role_of",
+    "rows_of",
     "start_clock_cap",
     "window_date",
     "window_folders",
@@ -262,9 +264,9 @@ def start_clock_cap(
         HistoryUnknown: the log does not prove one cap, or the start straddles a change.
     """
     folder = Path(out)
-    recorded = _recorded_clock(folder, start)
-    if recorded is not None:
-        return recorded
+    recorded = recorded_clocks(read_json_lines(folder / "journal.jsonl"))
+    if start in recorded:
+        return recorded[start]
     log = _start_log(folder, start)
     if log is not None:
         caps = _logged_caps(log)
@@ -299,18 +301,20 @@ def start_clock_cap(
     return cap, "clock-log"
 
 
-def _recorded_clock(folder: Path, start: str) -> tuple[int, str] | None:
-    """Return what a window of ours recorded when the start was up."""
-    found = None
-    for line in read_json_lines(folder / "journal.jsonl"):
-        if line.get("step") == f"start:{start}" and line.get("event") == "end":
-            found = line
-    if found is None:
-        return None
-    cap, source = found.get("clock_cap_mhz", 1), found.get("clock_source", "none")
-    if not isinstance(cap, int) or not isinstance(source, str):
-        raise HistoryUnknown(f"{folder}: the journal has no clock cap for {start}")
-    return cap, source
+def recorded_clocks(lines: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, str]]:
+    """Return each start's clock cap in MHz and its source, as a journal of ours has them.
+
+    A start that did not come up, or whose line lacks them, is not there.
+    """
+    found = {}
+    for line in lines:
+        kind, _, start = str(line.get("step", "")).partition(":")
+        if kind == "start" and line.get("event") == "end":
+            source = line.get("clock_source")
+            cap = line.get("clock_cap_mhz", 1 if source == "none" else None)
+            if isinstance(cap, int) and isinstance(source, str):
+                found[start] = (cap, source)
+    return found
 
 
 def clock_caps_mhz(
@@ -379,26 +383,45 @@ def control_rows(
     ).get("kind")
     if kind == "admission":
         return []
-    values = [
-        line for line in read_values(folder) if role_of(folder, str(line.get("arm"))) == "control"
-    ]
+    values = read_values(folder)
+    roles = {arm: role_of(folder, arm) for arm in {str(line.get("arm")) for line in values}}
+    values = [line for line in values if roles[str(line.get("arm"))] == "control"]
     if not values:
         return []
-    window, commit, day = window_id(folder), production_commit(folder), window_date(folder)
-    clocks: dict[str, tuple[int, str] | None] = {}
+    clocks = {}
+    for start in dict.fromkeys(str(line.get("start")) for line in values):
+        try:
+            clocks[start] = start_clock_cap(folder, start, clock_log=clock_log, hosts=hosts)
+        except HistoryUnknown as error:
+            if refused is None:
+                raise
+            refused.append(str(error))
+    return rows_of(
+        values,
+        window=window_id(folder),
+        commit=production_commit(folder),
+        date=window_date(folder),
+        clocks=clocks,
+    )
+
+
+def rows_of(
+    values: Iterable[Mapping[str, Any]],
+    *,
+    window: str,
+    commit: str,
+    date: str,
+    clocks: Mapping[str, tuple[int, str]],
+) -> list[dict[str, Any]]:
+    """Return the archive rows of measured control lines of values.jsonl, every metric of each.
+
+    `clocks` gives each start's clock cap (MHz) and its source; a start that is not there has none
+    that is proved, and is left out.
+    """
     rows = []
     for line in values:
         start = str(line.get("start"))
         if start not in clocks:
-            try:
-                clocks[start] = start_clock_cap(folder, start, clock_log=clock_log, hosts=hosts)
-            except HistoryUnknown as error:
-                if refused is None:
-                    raise
-                refused.append(str(error))
-                clocks[start] = None
-        clock = clocks[start]
-        if clock is None:
             continue
         for metric, measured in sorted(line["values"].items()):
             row = {
@@ -408,9 +431,9 @@ def control_rows(
                 "value": measured.get("value") if isinstance(measured, dict) else measured,
                 "max_tokens": line.get("max_tokens"),
                 "commit": commit,
-                "clock_cap_mhz": clock[0],
-                "clock_source": clock[1],
-                "date": day,
+                "clock_cap_mhz": clocks[start][0],
+                "clock_source": clocks[start][1],
+                "date": date,
                 "start": start,
                 "repeat": line.get("repeat"),
                 "prompt_sha256": line.get("prompt_sha256"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..archive import archive_append, archive_head, archive_spreads
+from ..archive.history import recorded_clocks, rows_of
 from ..archive.spread import pooled_cv
 from ..archive.verify import read_checkpoints
 from ..durable import dump_json, read_json_lines, write_atomic
@@ -41,7 +42,7 @@ from ..window.summary import (
     WindowInfo,
     write_summary,
 )
-from ..window.verdict import Outcome, conclude
+from ..window.verdict import Outcome, conclude, read_folder
 from .closing import CHAIN_ENDED, CHAIN_ENDED_WITH_ALERT, CloseResult
 from .journal import Journal, utc_now
 from .pilot import conclude_pilot
@@ -93,9 +94,9 @@ def finish_window(
 
     A failing archive never hides the verdict and never the reverse: each is an alert of its own.
     """
-    plan = load_plan(folder)
+    plan, values, fault = _read(folder)
+    stopped = stopped or fault
     record = read_record(folder)
-    values = read_json_lines(folder / "values.jsonl")
     alerts = list(closed.alerts)
     prior = read_prior(folder, plan)
     outcome = conclude(
@@ -106,7 +107,7 @@ def finish_window(
         prior=prior,
         quality=judge_quality(folder, plan, values),
     )
-    clocks = _clocks(journal.lines())
+    clocks = recorded_clocks(journal.lines())
     # Before the append: the archive's spread is that of the windows before this one.
     spreads = _spreads(plan, record, values, clocks)
     archive = _archive(folder, plan, record, values, clocks, journal, alerts)
@@ -271,6 +272,19 @@ def _process_rules(lines: Sequence[Mapping[str, Any]]) -> ProcessRules | None:
     return None
 
 
+def _read(folder: Path) -> tuple[Plan, list[dict[str, Any]], str | None]:
+    """Read plan and values as `dsv41 decide` does; of damaged values what is whole, and the fault.
+
+    Raises:
+        UsageError: the plan itself is missing or damaged.
+    """
+    try:
+        return (*read_folder(folder), None)
+    except UsageError as error:
+        # A window must have its end told, whatever became of its values.
+        return load_plan(folder), read_json_lines(folder / "values.jsonl"), str(error)
+
+
 def _window(folder: Path, plan: Plan) -> WindowInfo:
     return WindowInfo(
         id=plan.window_id,
@@ -338,26 +352,12 @@ def _starts(plan: Plan, lines: list[dict[str, Any]]) -> list[StartInfo]:
     return infos
 
 
-def _clocks(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Start to the clock cap that was recorded when it was up."""
-    return {
-        line["step"].partition(":")[2]: {
-            key: line[key] for key in ("clock_cap_mhz", "clock_source")
-        }
-        for line in lines
-        if str(line.get("step", "")).startswith("start:")
-        and line.get("event") == "end"
-        and "clock_cap_mhz" in line
-        and "clock_source" in line
-    }
-
-
 def _archive(
     folder: Path,
     plan: Plan,
     record: TargetRecord,
     values: list[dict[str, Any]],
-    clocks: Mapping[str, Mapping[str, Any]],
+    clocks: Mapping[str, tuple[int, str]],
     journal: Journal,
     alerts: list[str],
 ) -> ArchiveUse | None:
@@ -366,30 +366,14 @@ def _archive(
         return None
     path = Path(record.campaign) / ARCHIVE_NAME
     control = plan.window.control.name
-    measured_in = {v["start"] for v in values if v["arm"] == control and v["outcome"] == "measured"}
+    measured = [v for v in values if v["arm"] == control and v["outcome"] == "measured"]
     alerts += [
         f"archive: the journal has no clock cap of start {start}; its values were not appended"
-        for start in sorted(measured_in - clocks.keys())
+        for start in sorted({v["start"] for v in measured} - clocks.keys())
     ]
-    rows = [
-        {
-            "window": plan.window_id,
-            "cell": value["cell"],
-            "metric": metric,
-            "value": measured["value"],
-            "max_tokens": value["max_tokens"],
-            "commit": record.commit,
-            **clocks[value["start"]],
-            "date": record.date,
-            "start": value["start"],
-            "repeat": value["repeat"],
-            "prompt_sha256": value["prompt_sha256"],
-            "prompt_members": value["prompt_members"],
-        }
-        for value in values
-        if value["arm"] == control and value["outcome"] == "measured" and value["start"] in clocks
-        for metric, measured in sorted(value["values"].items())
-    ]
+    rows = rows_of(
+        measured, window=plan.window_id, commit=record.commit, date=record.date, clocks=clocks
+    )
     try:
         before = archive_head(path)
         if rows:
@@ -427,7 +411,7 @@ def _spreads(
     plan: Plan,
     record: TargetRecord,
     values: list[dict[str, Any]],
-    clocks: Mapping[str, Mapping[str, Any]],
+    clocks: Mapping[str, tuple[int, str]],
 ) -> dict[str, Spread]:
     """The control's relative SD in this window beside the archive's, for each decision metric."""
     control = plan.window.control.name
@@ -449,11 +433,12 @@ def _spreads(
                     "commit": record.commit,
                     "max_tokens": own[0]["max_tokens"],
                     "prompt_sha256": own[0]["prompt_sha256"],
-                    "clock_cap_mhz": clocks.get(own[0]["start"], {}).get("clock_cap_mhz"),
+                    "clock_cap_mhz": clocks[own[0]["start"]][0],
                 }
                 archived = _archived(path, cell.name, metric, definition, plan.window_id)
-            except (Dsv41Error, ValueError, OSError):
-                # The archive's fault is an alert of its own; the window's spread still shows.
+            except (Dsv41Error, KeyError, ValueError, OSError):
+                # Without a clock cap there is no definition, and the archive's fault is an alert
+                # of its own: the window's spread still shows.
                 archived = None
             spreads[f"{cell.name}/{metric}"] = Spread(
                 in_window_cv=statistics.stdev(numbers) / statistics.fmean(numbers),

@@ -11,6 +11,7 @@ from hold_sites import sites_of
 from window_values import plan_of, values_of
 
 from pytest_dsv41.archive import archive_head, archive_spreads
+from pytest_dsv41.archive.history import backfill
 from pytest_dsv41.durable import append_json_line, dump_json, write_atomic
 from pytest_dsv41.errors import TransportError
 from pytest_dsv41.hosts import Probe
@@ -211,3 +212,22 @@ def test_the_archives_spread_is_that_of_the_windows_own_clock_cap(tmp_path: Path
             journal.note(f"start:{start}", "end", clock_cap_mhz=cap, clock_source="start-log")
         summary = finish_window(folder, journal, CloseResult(), stopped=None)
         assert summary.spreads["decode-b1/ms_per_round"].archive_cv == found
+
+
+def test_values_that_are_damaged_are_never_a_candidate_and_the_end_is_told(tmp_path: Path) -> None:
+    folder, journal = folder_of(tmp_path)
+    lines = (folder / "values.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "values.jsonl").write_bytes(b"".join([*lines[:3], b"{torn\n", *lines[3:]]))
+    summary = finish_window(folder, journal, CloseResult(), stopped=None)
+    assert (summary.status, summary.exit_code) == ("INCOMPLETE", 12)
+    assert summary.stopped is not None
+    assert summary.stopped.endswith("values.jsonl:4: damaged: no JSON record")
+    # What can be read is archived as it would have been.
+    assert archive_head(tmp_path / ARCHIVE_NAME).rows == 48
+
+
+def test_the_archives_own_command_finds_the_windows_rows_there_already(tmp_path: Path) -> None:
+    folder, journal = folder_of(tmp_path)
+    finish_window(folder, journal, CloseResult(), stopped=None)
+    done = backfill(tmp_path / ARCHIVE_NAME, [folder])
+    assert done.windows == ((WINDOW, 48, 0),)
