@@ -31,7 +31,7 @@ COMMANDS = {
     "history": "backfill the archive from old windows, score them again",
     "init": "write a commented window and target file",
     "keeper": "",
-    "kl": "KL references: verify, convert, score a candidate, gate: 0 PASS, 2 FAIL",
+    "kl": "KL references: record, verify, score a candidate, gate: 0 PASS, 2 FAIL",
     "knob-gate": "may a server start under the kernel's limits? 0 yes, 2 no",
     "measure": "measure one request or group against a server",
     "recover": "finish a window whose session and keeper died",

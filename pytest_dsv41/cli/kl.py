@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "configure", "run"]
 
-HELP = "KL references: verify, convert, score a candidate, gate"
+HELP = "KL references: record, verify, convert, score a candidate, gate"
 
 _SHOWN = 20
 _LIMITS = ("mean_kl_max", "top1_min", "ppl_ratio_max", "trusted_share_min")
@@ -39,6 +39,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     verify = action("verify", "read a recording whole and say what is wrong with it", _verify)
     verify.add_argument("recording", type=Path, metavar="RECORDING", help="a folder or base file")
+
+    record = action(
+        "record", "record the likeliest tokens of a server as a dsv41-topk-1 reference", _record
+    )
+    record.add_argument("url", metavar="URL", help="http://host:port, https://… or unix:PATH")
+    record.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
+    texts = record.add_mutually_exclusive_group(required=True)
+    texts.add_argument(
+        "--corpus", type=Path, metavar="FILE", help="JSON lines of prompt, source, score_from"
+    )
+    texts.add_argument(
+        "--like", type=Path, metavar="RECORDING", help="the very tokens of another recording"
+    )
+    record.add_argument("--engine", default="vllm", help="vllm (default), llamacpp or radiance")
+    record.add_argument("--model", default="", help="default: the first of /v1/models")
+    record.add_argument("--top-n", type=int, default=20, metavar="N", help="default: %(default)s")
+    record.add_argument(
+        "--cache",
+        choices=("cached", "cold"),
+        default="cached",
+        help="a position may build on those before it (default), or none cached",
+    )
+    record.add_argument(
+        "--concurrency", type=int, default=1, metavar="B", help="documents at a time (1)"
+    )
+    record.add_argument(
+        "--deadline", type=float, default=86400.0, metavar="S", help="default: a day"
+    )
 
     convert = action(
         "convert", "write a llama.cpp base file as a radiance-kld-1 reference", _convert
@@ -85,10 +113,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from ..errors import MeasurementRefused
-    from ..quality.reference import open_dense, verify
+    from ..quality.reference import TopkRecording, open_recording, verify
 
     try:
-        recording = open_dense(args.recording)
+        recording = open_recording(args.recording)
         with _progress("verifying") as progress:
             found = verify(recording, progress=progress)
     except MeasurementRefused as error:
@@ -100,10 +128,49 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"{args.recording}: {len(found) - _SHOWN} more rows")
     if found:
         return 1
+    width = f"{recording.n_vocab} tokens"
+    if isinstance(recording, TopkRecording):
+        width = f"the {recording.top_n} likeliest tokens"
     print(
-        f"{args.recording}: whole: {recording.rows} rows of {recording.n_vocab} tokens, "
+        f"{args.recording}: whole: {recording.rows} rows of {width}, "
         f"documents: {len(recording.documents)}, {one_line(recording.model, 80)}"
     )
+    return 0
+
+
+def _record(args: argparse.Namespace) -> int:
+    from ..engines import get_engine
+    from ..errors import MeasurementFailed, MeasurementRefused
+    from ..measure import Endpoint
+    from ..quality.reference import corpus_plan, open_recording, plan_like, record_topk
+    from .measure import stop_on_signals
+
+    try:
+        engine = get_engine(args.engine)
+        if args.like is not None:
+            plan = plan_like(open_recording(args.like))
+        else:
+            model = args.model or engine.models(args.url)[0]
+            plan = corpus_plan(args.corpus, lambda text: engine.tokenize(args.url, model, text))
+        with stop_on_signals() as stop, _progress("recording") as progress:
+            manifest = record_topk(
+                Endpoint(args.url, args.engine, args.model),
+                plan,
+                args.folder,
+                deadline_s=args.deadline,
+                top_n=args.top_n,
+                cache=args.cache,
+                concurrency=args.concurrency,
+                progress=progress,
+                stop=stop,
+            )
+    except (MeasurementFailed, MeasurementRefused) as error:
+        word = "FAILED" if isinstance(error, MeasurementFailed) else "REFUSED"
+        print(f"dsv41 kl record: {word} {error.kind}: {one_line(str(error), 500)}", file=sys.stderr)
+        return 1
+    print(f"{args.folder}: {manifest.rows} positions of {one_line(manifest.model, 80)}")
+    for line in manifest.fields["cannot_see"]:
+        print(f"  cannot see {line}")
     return 0
 
 
@@ -118,16 +185,31 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _score(args: argparse.Namespace) -> int:
-    from ..quality.reference import build_report, open_dense, score, write_report
+    from ..quality.reference import (
+        BaseFile,
+        Dense,
+        build_report,
+        open_recording,
+        score,
+        score_topk,
+        write_report,
+    )
 
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads {args.threads}: at least 1")
     if args.out.exists():
         raise UsageError(f"{args.out}: exists; a report is never overwritten")
-    reference = open_dense(args.reference)
-    candidate = open_dense(args.candidate, model=args.model)
+    reference = open_recording(args.reference)
+    candidate = open_recording(args.candidate, model=args.model)
+    topk = None
     with _progress("scoring") as progress:
-        scores = score(reference, candidate, threads=args.threads, progress=progress)
+        if isinstance(reference, Dense) and isinstance(candidate, Dense):
+            scores = score(reference, candidate, threads=args.threads, progress=progress)
+        elif isinstance(reference, BaseFile) or isinstance(candidate, BaseFile):
+            raise UsageError("a base file keeps no lists: score it against a dense recording")
+        else:
+            lists = score_topk(reference, candidate, progress=progress)
+            scores, topk = lists.scores, lists.to_json()
     report = build_report(
         scores,
         reference.documents,
@@ -135,6 +217,7 @@ def _score(args: argparse.Namespace) -> int:
         reference=reference.model,
         ref_dir=str(args.reference),
         corpus=reference.corpus,
+        topk=topk,
     )
     write_report(args.out, report, scores)
     if args.json:
@@ -151,12 +234,25 @@ def _show(report: dict[str, Any]) -> None:
         lines += list(report["by_source"].items())
     for name, part in lines:
         kld, ppl = part["kld"], part["ppl"]
+        seen = "perplexities not seen"
+        if ppl["ratio"] is not None:
+            seen = (
+                f"perplexity {ppl['candidate']:.4f} against {ppl['reference']:.4f}, ratio "
+                f"{ppl['ratio']:.4f}"
+            )
         print(
             f"  {one_line(name, 30) or '(no source)':<24} {part['positions']} positions: mean KL "
             f"{kld['mean']:.5f} (median {kld['median']:.5f}, p99 {kld['p99']:.4f}, max "
-            f"{kld['max']:.3f}), top-1 {100 * part['top1_agreement']:.2f} %, perplexity "
-            f"{ppl['candidate']:.4f} against {ppl['reference']:.4f}, ratio {ppl['ratio']:.4f}"
+            f"{kld['max']:.3f}), top-1 {100 * part['top1_agreement']:.2f} %, {seen}"
         )
+    topk = report.get("topk")
+    if topk is not None:
+        print(
+            f"  lists of {topk['top_n']}: the KL can be trusted in "
+            f"{100 * topk['trusted_share']:.1f} % of the positions, elsewhere it is a lower bound"
+        )
+        for line in topk["cannot_see"]:
+            print(f"  cannot see {line}")
 
 
 def _gate(args: argparse.Namespace) -> int:
@@ -178,7 +274,8 @@ def _gate(args: argparse.Namespace) -> int:
     for check in receipt.checks:
         limit = "no limit" if check.limit is None else f"{check.relation} {check.limit:g}"
         mark = {True: "kept", False: "NOT KEPT", None: "reported"}[check.passed]
-        print(f"  {check.name:<18}{check.value:>12.5f}  {limit:<12}{mark}")
+        value = "not seen" if check.value is None else f"{check.value:.5f}"
+        print(f"  {check.name:<18}{value:>12}  {limit:<12}{mark}")
     if not shape:
         print("  no [shape] given: the receipt does not say how the scored run was started")
     return 0 if receipt.verdict == "PASS" else 2

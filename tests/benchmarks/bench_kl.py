@@ -31,8 +31,8 @@ ROUNDS = 3
 SCORE = """
 import sys, time
 from pathlib import Path
-from pytest_dsv41.quality.reference import open_dense, score
-reference, candidate = (open_dense(Path(path)) for path in sys.argv[1:3])
+from pytest_dsv41.quality.reference import open_recording, score
+reference, candidate = (open_recording(Path(path)) for path in sys.argv[1:3])
 start = time.perf_counter()
 found = score(reference, candidate)
 took = time.perf_counter() - start

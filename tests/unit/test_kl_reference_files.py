@@ -22,7 +22,7 @@ from pytest_dsv41.quality.reference import (
     KldWriter,
     convert,
     fingerprint,
-    open_dense,
+    open_recording,
     score,
     verify,
 )
@@ -70,7 +70,7 @@ def recordings(draw_: st.DrawFn) -> tuple[Documents, np.ndarray]:
     return documents, logp
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(recording=recordings())
 def test_a_recording_is_written_as_the_format_says_and_copied_byte_for_byte(
     recording: tuple[Documents, np.ndarray], tmp_path_factory: pytest.TempPathFactory
@@ -146,7 +146,7 @@ def test_an_unfinished_recording_is_refused_by_readers_and_taken_over_by_the_nex
         with pytest.raises(MeasurementRefused, match="1 rows recorded; the documents have 6"):
             killed.finish()
     with pytest.raises(MeasurementRefused, match=r"has no kld\.json") as caught:
-        open_dense(tmp_path / "ref")
+        open_recording(tmp_path / "ref")
     assert caught.value.kind == "unfinished"
     with writer(tmp_path / "ref") as again:
         for row in logp:
@@ -298,7 +298,7 @@ def test_a_damaged_folder_is_refused_by_name(folder: Path, name: str) -> None:
     damage, kind, message = DAMAGED[name]
     damage(folder)
     with pytest.raises(MeasurementRefused, match=message) as caught:
-        open_dense(folder)
+        open_recording(folder)
     assert caught.value.kind == kind
     assert "\n" not in str(caught.value)
 
@@ -352,13 +352,13 @@ def test_a_damaged_row_is_refused_by_name_when_scored(
     damage(folder)
     pair = (folder, whole) if side == "reference" else (whole, folder)
     with pytest.raises(MeasurementRefused, match=message) as caught:
-        score(*(open_dense(path) for path in pair))
+        score(*(open_recording(path) for path in pair))
     assert caught.value.kind == kind
     assert str(folder) in str(caught.value)
 
 
 def test_a_file_cut_while_it_is_read_is_refused(folder: Path) -> None:
-    recording = open_dense(folder)
+    recording = open_recording(folder)
     with recording.reader() as reader:
         cut("logp.f16")(folder)
         with pytest.raises(MeasurementRefused, match=r"logp\.f16: ends at byte 479") as caught:
@@ -374,7 +374,7 @@ def test_a_file_cut_while_it_is_read_is_refused(folder: Path) -> None:
 def test_a_whole_recording_has_no_fault(tmp_path: Path, spread: float, n_vocab: int) -> None:
     documents = [("a", [1, 2, 3, 4, 5, 6, 7], 0)]
     write_kld(tmp_path / "ref", documents, draw(3, documents, n_vocab, spread))
-    assert verify(open_dense(tmp_path / "ref")) == []
+    assert verify(open_recording(tmp_path / "ref")) == []
 
 
 def swapped(folder: Path) -> None:
@@ -405,7 +405,7 @@ FOUND: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_a_full_read_finds(folder: Path, name: str) -> None:
     damage, message = FOUND[name]
     damage(folder)
-    (line,) = verify(open_dense(folder))
+    (line,) = verify(open_recording(folder))
     assert re.search(message, line), line
 
 
@@ -422,7 +422,7 @@ def test_a_base_file_is_a_recording_of_its_chunks_second_halves(
 ) -> None:
     """Rows = chunks × (n_ctx − 1 − n_ctx/2); position 4 of 8 is scored against token 5."""
     logp = draw(5, BASE_DOCS, n_vocab)
-    base = open_dense(write_base(tmp_path / "a.base", CHUNKS, logp, pad=pad))
+    base = open_recording(write_base(tmp_path / "a.base", CHUNKS, logp, pad=pad))
     assert isinstance(base, BaseFile)
     assert (base.rows, base.n_vocab, base.model) == (6, n_vocab, "a")
     assert [(one.tokens, one.score_from, one.row0) for one in base.documents] == [
@@ -463,7 +463,7 @@ def test_a_damaged_base_file_is_refused_by_name(tmp_path: Path, name: str) -> No
     damage, kind, message = BASES[name]
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(MeasurementRefused, match=message) as caught:
-        open_dense(path)
+        open_recording(path)
     assert caught.value.kind == kind
 
 
@@ -485,7 +485,7 @@ def test_a_damaged_row_of_a_base_file_is_refused_by_name(
     raw[start : start + len(head)] = head
     path.write_bytes(raw)
     with pytest.raises(MeasurementRefused, match=message):
-        score(open_dense(path), open_dense(path))
+        score(open_recording(path), open_recording(path))
 
 
 def test_a_base_file_becomes_a_reference_that_says_no_more_than_it(tmp_path: Path) -> None:

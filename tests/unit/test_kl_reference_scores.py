@@ -17,7 +17,7 @@ from pytest_dsv41.cli import main
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.quality.reference import (
     build_report,
-    open_dense,
+    open_recording,
     read_report,
     score,
     write_report,
@@ -35,9 +35,9 @@ def pair(tmp_path: Path, p: np.ndarray, q: np.ndarray, docs: Documents = DOCS) -
     return write_kld(tmp_path / "p", docs, p), write_kld(tmp_path / "q", docs, q, model="w4")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
-    n_vocab=st.sampled_from([16, 17, 33, 5000, 8192, 20000]),
+    n_vocab=st.sampled_from([16, 17, 33, 900, 8192, 8193]),
     seed=st.integers(0, 2**32),
     spread=st.sampled_from([0.1, 2.0, 8.0]),
     change=st.sampled_from([0.0, 0.01, 0.3, 5.0]),
@@ -51,7 +51,7 @@ def test_the_kl_is_that_of_the_stored_values_in_double_precision(
     q = log_softmax(p.astype(np.float64) + noise, axis=1).astype(np.float32)
     left, right = pair(tmp_path, p, q)
 
-    found = score(open_dense(left), open_dense(right), threads=1 + seed % 3)
+    found = score(open_recording(left), open_recording(right), threads=1 + seed % 3)
 
     np.testing.assert_allclose(found.kl, expected_kl(p, q), rtol=1e-6, atol=1e-9)
     assert (found.kl >= -1e-12).all()
@@ -65,12 +65,14 @@ def test_the_kl_is_that_of_the_stored_values_in_double_precision(
 
 def test_the_stored_kl_is_near_the_true_one(tmp_path: Path) -> None:
     """float16 and the exact 16 together cost less than 1 % of a requantisation's KL."""
-    p = draw(4, DOCS, 50_000, 3.0)
+    p = draw(4, DOCS, 20_000, 3.0)
     noise = np.random.default_rng(5).normal(0, 0.1, p.shape)
     q = log_softmax(p + noise, axis=1).astype(np.float32)
     left, right = pair(tmp_path, p, q)
     true = rel_entr(np.exp(p.astype(np.float64)), np.exp(q.astype(np.float64))).sum(axis=1)
-    np.testing.assert_allclose(score(open_dense(left), open_dense(right)).kl, true, rtol=0.01)
+    np.testing.assert_allclose(
+        score(open_recording(left), open_recording(right)).kl, true, rtol=0.01
+    )
 
 
 def test_the_exact_values_stand_in_for_the_stored_ones_on_both_sides(tmp_path: Path) -> None:
@@ -82,7 +84,9 @@ def test_the_exact_values_stand_in_for_the_stored_ones_on_both_sides(tmp_path: P
     left, right = pair(tmp_path, p, q)
     true = 0.6 * math.log(0.6 / 0.601) + 0.4 * math.log(0.4 / 0.399)
     assert true < 3e-6
-    np.testing.assert_allclose(score(open_dense(left), open_dense(right)).kl, true, rtol=0.05)
+    np.testing.assert_allclose(
+        score(open_recording(left), open_recording(right)).kl, true, rtol=0.05
+    )
     rough = np.exp(p.astype(np.float16).astype(float)), np.exp(q.astype(np.float16).astype(float))
     assert not np.allclose(rel_entr(*rough).sum(axis=1), true, rtol=0.3)
 
@@ -94,7 +98,7 @@ def test_a_tie_for_the_likeliest_goes_to_the_lower_id(tmp_path: Path) -> None:
     q[0, 4] = math.log(0.0999)
     p, q = (log_softmax(one, axis=1).astype(np.float32) for one in (p, q))
     left, right = pair(tmp_path, p, q)
-    found = score(open_dense(left), open_dense(right))
+    found = score(open_recording(left), open_recording(right))
     assert found.top1.tolist() == [False, *[True] * (ROWS - 1)]
 
 
@@ -106,7 +110,7 @@ def test_a_probability_of_zero_costs_nothing_in_the_reference_and_is_refused_in_
     p = log_softmax(p, axis=1).astype(np.float32)
     q = p.copy()
     left, right = pair(tmp_path, p, q)
-    assert np.abs(score(open_dense(left), open_dense(right)).kl).max() < 1e-12
+    assert np.abs(score(open_recording(left), open_recording(right)).kl).max() < 1e-12
 
     q[2, 7] = -np.inf
     q = log_softmax(q, axis=1).astype(np.float32)
@@ -114,10 +118,10 @@ def test_a_probability_of_zero_costs_nothing_in_the_reference_and_is_refused_in_
     with pytest.raises(
         MeasurementRefused, match=r"row 2 .*token 7 has the probability 0, and .* infinite"
     ) as caught:
-        score(open_dense(left), open_dense(damaged))
+        score(open_recording(left), open_recording(damaged))
     assert caught.value.kind == "zero"
     # The other way round the reference has no mass there.
-    assert np.isfinite(score(open_dense(damaged), open_dense(left)).kl).all()
+    assert np.isfinite(score(open_recording(damaged), open_recording(left)).kl).all()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,7 @@ def test_a_candidate_of_something_else_is_refused(
     left = write_kld(tmp_path / "p", DOCS, draw(1, DOCS, 40))
     right = write_kld(tmp_path / "q", docs, draw(1, docs, n_vocab))
     with pytest.raises(MeasurementRefused, match=message) as caught:
-        score(open_dense(left), open_dense(right))
+        score(open_recording(left), open_recording(right))
     assert caught.value.kind == kind
 
 
@@ -145,7 +149,7 @@ def test_many_blocks_come_out_in_order_and_progress_reaches_the_end(tmp_path: Pa
     left, right = pair(tmp_path, p, q, docs)
     told: list[tuple[int, int]] = []
     found = score(
-        open_dense(left), open_dense(right), threads=3,
+        open_recording(left), open_recording(right), threads=3,
         progress=lambda done, total: told.append((done, total)),
     )  # fmt: skip
     np.testing.assert_allclose(found.kl, expected_kl(p, q), rtol=1e-6, atol=1e-9)
@@ -167,8 +171,8 @@ def test_base_files_give_the_true_kl_to_their_sixteen_bits(tmp_path: Path, sprea
     noise = np.random.default_rng(3).normal(0, 0.3, p.shape)
     q = log_softmax(p + noise, axis=1).astype(np.float32)
     assert max((one.max(axis=1) - one.min(axis=1)).max() for one in (p, q)) < 16 or spread == 3.0
-    left = open_dense(write_base(tmp_path / "p.base", CHUNKS, p))
-    right = open_dense(write_base(tmp_path / "q.base", CHUNKS, q))
+    left = open_recording(write_base(tmp_path / "p.base", CHUNKS, p))
+    right = open_recording(write_base(tmp_path / "q.base", CHUNKS, q))
     true = rel_entr(np.exp(p.astype(np.float64)), np.exp(q.astype(np.float64))).sum(axis=1)
     found = score(left, right)
     np.testing.assert_allclose(found.kl, true, atol=8 / 65535)
@@ -179,13 +183,13 @@ def test_base_files_give_the_true_kl_to_their_sixteen_bits(tmp_path: Path, sprea
 
 
 def test_what_lies_below_the_floor_has_no_mass(tmp_path: Path) -> None:
-    """A peaked row of a large vocabulary: floored tokens counted as they stand would hold 1 %."""
-    p = np.full((8, 100_000), -40.0, np.float32)
+    """A peaked row of a large vocabulary: floored tokens counted as they stand would hold 0.4 %."""
+    p = np.full((8, 40_000), -40.0, np.float32)
     p[:, 5], p[:, 6] = math.log(0.9), math.log(0.1)
     q = p.copy()
     q[:, 5], q[:, 6] = math.log(0.8), math.log(0.2)
-    left = open_dense(write_base(tmp_path / "p.base", CHUNKS, p))
-    right = open_dense(write_base(tmp_path / "q.base", CHUNKS, q))
+    left = open_recording(write_base(tmp_path / "p.base", CHUNKS, p))
+    right = open_recording(write_base(tmp_path / "q.base", CHUNKS, q))
     true = 0.9 * math.log(0.9 / 0.8) + 0.1 * math.log(0.1 / 0.2)
     np.testing.assert_allclose(score(left, right).kl, true, atol=1e-4)
 
@@ -193,8 +197,8 @@ def test_what_lies_below_the_floor_has_no_mass(tmp_path: Path) -> None:
 def test_a_base_file_is_a_candidate_of_a_reference_of_the_same_tokens(tmp_path: Path) -> None:
     p = draw(1, BASE_DOCS, 64)
     q = log_softmax(p + np.random.default_rng(3).normal(0, 0.3, p.shape), axis=1)
-    left = open_dense(write_kld(tmp_path / "p", BASE_DOCS, p))
-    right = open_dense(write_base(tmp_path / "q.base", CHUNKS, q.astype(np.float32)))
+    left = open_recording(write_kld(tmp_path / "p", BASE_DOCS, p))
+    right = open_recording(write_base(tmp_path / "q.base", CHUNKS, q.astype(np.float32)))
     true = rel_entr(np.exp(p.astype(np.float64)), np.exp(q)).sum(axis=1)
     np.testing.assert_allclose(score(left, right).kl, true, atol=5e-4)
 
@@ -268,7 +272,7 @@ def test_a_report_is_never_overwritten(report: Path, capsys: pytest.CaptureFixtu
     assert main([*words, "--out", str(report)]) == 4
     assert "exists; a report is never overwritten" in capsys.readouterr().err
     assert report.read_bytes() == before
-    p, q = (open_dense(report.parent / name) for name in "pq")
+    p, q = (open_recording(report.parent / name) for name in "pq")
     scores = score(p, q)
     own = build_report(scores, p.documents, model="w4", reference="r", ref_dir="d", corpus="")
     with pytest.raises(UsageError, match="never overwritten"):

@@ -1,7 +1,8 @@
 """KL references: recordings of a model's own distribution, and a candidate scored against them.
 
-`manifest` says what a recording holds; `kld` (`radiance-kld-1`) and `llamacpp` (base files) are the
-two dense formats over `dense`; `score` streams the KL of one against another, `report` writes it,
+`manifest` says what a `recording` holds; `kld` (`radiance-kld-1`) and `llamacpp` (base files) are
+the two dense formats over `dense`; `topk` (`dsv41-topk-1`) keeps the likeliest tokens alone, and
+`record` makes one from a server. `score` streams the KL of one against another, `report` writes it,
 `gate` judges it; `verify` reads a recording whole; `convert` turns a base file into a reference.
 """
 
@@ -15,8 +16,11 @@ from pytest_dsv41.quality.reference.gate import Limits, judge, left_shape, read_
 from pytest_dsv41.quality.reference.kld import KldRecording, KldWriter
 from pytest_dsv41.quality.reference.llamacpp import BaseFile
 from pytest_dsv41.quality.reference.manifest import Document, Manifest, fingerprint
+from pytest_dsv41.quality.reference.record import Plan, corpus_plan, plan_like, record_topk
+from pytest_dsv41.quality.reference.recording import Recording
 from pytest_dsv41.quality.reference.report import build_report, read_report, write_report
 from pytest_dsv41.quality.reference.score import Scores, score
+from pytest_dsv41.quality.reference.topk import TopkRecording, TopkScores, TopkWriter, score_topk
 from pytest_dsv41.quality.reference.verify import verify
 
 __all__ = [
@@ -27,27 +31,38 @@ __all__ = [
     "KldWriter",
     "Limits",
     "Manifest",
+    "Plan",
+    "Recording",
     "Scores",
+    "TopkRecording",
+    "TopkScores",
+    "TopkWriter",
     "build_report",
     "convert",
+    "corpus_plan",
     "fingerprint",
     "judge",
     "left_shape",
-    "open_dense",
+    "open_recording",
+    "plan_like",
     "read_receipt",
     "read_report",
+    "record_topk",
     "score",
+    "score_topk",
     "verify",
     "write_report",
 ]
 
 
-def open_dense(path: Path, *, model: str = "") -> Dense:
-    """Open a dense recording: a `radiance-kld-1` folder, or a llama.cpp base file.
+def open_recording(path: Path, *, model: str = "") -> KldRecording | BaseFile | TopkRecording:
+    """Open a recording by what it is: a folder of one of the two formats, or a base file.
 
     `model` names what a base file does not say of itself.
 
     Raises:
-        MeasurementRefused: it is damaged; see `KldRecording` and `BaseFile`.
+        MeasurementRefused: it is damaged; see the classes.
     """
-    return BaseFile(path, model=model) if path.is_file() else KldRecording(path)
+    if path.is_file():
+        return BaseFile(path, model=model)
+    return TopkRecording(path) if (path / "topk.json").exists() else KldRecording(path)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_dsv41.errors import MeasurementRefused
-from pytest_dsv41.quality.reference.manifest import Document
+from pytest_dsv41.quality.reference.recording import Recording
 
 __all__ = [
     "LOGP_MAX",
@@ -29,7 +29,6 @@ __all__ = [
     "Reader",
     "Table",
     "read_exact",
-    "sized",
 ]
 
 Codes = NDArray[np.uint16]
@@ -132,69 +131,19 @@ class Reader(ABC):
         self.close()
 
 
-class Dense(ABC):
-    """A dense recording on disk, opened and found whole in its sizes.
+class Dense(Recording):
+    """A dense recording.
 
-    `path` is the folder or file; `corpus` the name of the text, empty where the format has none;
-    `tokens` all documents' token ids, one after the other; `slack` how far the probabilities of a
-    row may add up beside 1, below and above, by the format's rounding alone.
+    `row_bytes` is what a row takes in the file; `slack` how far the probabilities of a row may add
+    up beside 1, below and above, by the format's rounding alone.
     """
 
-    path: Path
-    model: str
-    corpus: str
-    n_vocab: int
-    rows: int
     row_bytes: int
-    documents: tuple[Document, ...]
-    tokens: NDArray[np.int32]
     slack: tuple[float, float]
 
     @abstractmethod
     def reader(self) -> Reader:
         """Open the rows for reading."""
-
-    def next_tokens(self) -> NDArray[np.int32]:
-        """Return, for each row, the token that its position is scored against."""
-        parts = []
-        first = 0
-        for document in self.documents:
-            parts.append(self.tokens[first + document.score_from + 1 : first + document.tokens])
-            first += document.tokens
-        return np.concatenate(parts)
-
-    def where(self, row: int) -> str:
-        """Say where a row lies: row, document and position."""
-        number = next(
-            n for n, one in enumerate(self.documents) if one.row0 <= row < one.row0 + one.rows
-        )
-        document = self.documents[number]
-        position = document.score_from + row - document.row0
-        return f"row {row} (document {number}, position {position})"
-
-    def check_tokens(self, path: Path) -> None:
-        """Refuse token ids that the vocabulary does not have, kind `tokens`."""
-        outside = (self.tokens < 0) | (self.tokens >= self.n_vocab)
-        if outside.any():
-            at = int(np.argmax(outside))
-            raise MeasurementRefused(
-                "tokens",
-                f"{path}: token {at} is {int(self.tokens[at])}; the vocabulary has "
-                f"{self.n_vocab} tokens",
-            )
-
-
-def sized(path: Path, size: int, what: str) -> None:
-    """Refuse a file that is not there (kind `missing`) or not of exactly `size` bytes (`size`)."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        raise MeasurementRefused("missing", f"{path}: is missing") from None
-    if found.st_size != size:
-        how = "short" if found.st_size < size else "long"
-        raise MeasurementRefused(
-            "size", f"{path}: {found.st_size} bytes, too {how}: {what} are {size} bytes"
-        )
 
 
 def read_exact(fd: int, buffer: memoryview, offset: int, path: Path) -> None:

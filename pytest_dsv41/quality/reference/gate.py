@@ -35,10 +35,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Check:
-    """One limit and what was measured; `passed` is None where there is no limit."""
+    """One limit and what was measured, None where that could not be seen.
+
+    `passed` is None where there is no limit; what could not be seen keeps none.
+    """
 
     name: str
-    value: float
+    value: float | None
     relation: str
     limit: float | None
     passed: bool | None
@@ -101,10 +104,10 @@ def judge(path: Path, limits: Limits, shape: Mapping[str, Any]) -> Receipt:
     )
 
 
-def _check(name: str, value: float, relation: str, limit: float | None) -> Check:
+def _check(name: str, value: float | None, relation: str, limit: float | None) -> Check:
     passed = None
     if limit is not None:
-        passed = value <= limit if relation == "<=" else value >= limit
+        passed = value is not None and (value <= limit if relation == "<=" else value >= limit)
     return Check(name, value, relation, limit, passed)
 
 

@@ -31,9 +31,9 @@ from pytest_dsv41.quality.reference.dense import (
     Reader,
     Table,
     read_exact,
-    sized,
 )
 from pytest_dsv41.quality.reference.manifest import Manifest, lay_out, whole
+from pytest_dsv41.quality.reference.recording import sized
 
 __all__ = ["FORMAT", "TOP", "KldRecording", "KldWriter", "f16_table", "top_entries"]
 

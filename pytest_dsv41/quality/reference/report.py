@@ -31,15 +31,19 @@ def rows_path(report: Path) -> Path:
 
 
 def summary(scores: Scores, rows: NDArray[np.intp] | slice = slice(None)) -> dict[str, Any]:
-    """Return positions, KL statistics (nats), top-1 agreement (0 to 1) and perplexities of rows."""
+    """Return positions, KL statistics (nats), top-1 agreement (0 to 1) and perplexities of rows.
+
+    Perplexities are over the rows whose next token both sides could see; None where there is none.
+    """
     kl = scores.kl[rows].astype(np.float64)
-    ppl = {
-        name: math.exp(float(np.mean(nll[rows], dtype=np.float64)))
-        for name, nll in (
-            ("candidate", scores.candidate_nll),
-            ("reference", scores.reference_nll),
+    candidate, reference = scores.candidate_nll[rows], scores.reference_nll[rows]
+    known = np.isfinite(candidate) & np.isfinite(reference)
+    ppl: dict[str, float | None] = {"candidate": None, "reference": None, "ratio": None}
+    if known.any():
+        ours, theirs = (
+            math.exp(float(np.mean(nll[known], dtype=np.float64))) for nll in (candidate, reference)
         )
-    }
+        ppl = {"candidate": ours, "reference": theirs, "ratio": ours / theirs}
     quantiles = np.quantile(kl, list(_QUANTILES.values()), method="linear")
     return {
         "positions": len(kl),
@@ -49,7 +53,7 @@ def summary(scores: Scores, rows: NDArray[np.intp] | slice = slice(None)) -> dic
             "max": float(kl.max()),
         },
         "top1_agreement": float(scores.top1[rows].mean()),
-        "ppl": {**ppl, "ratio": ppl["candidate"] / ppl["reference"]},
+        "ppl": ppl,
     }
 
 
@@ -61,6 +65,7 @@ def build_report(
     reference: str,
     ref_dir: str,
     corpus: str,
+    topk: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the report of a scored run.
 
@@ -69,6 +74,7 @@ def build_report(
         documents: the reference's; their `source` groups `by_source`.
         model, reference: the candidate's model and the reference's.
         ref_dir, corpus: where the reference lies, and the name of its corpus.
+        topk: of lists instead of whole distributions, what they cannot see (`TopkScores.to_json`).
     """
     by_source: dict[str, list[NDArray[np.intp]]] = {}
     for document in documents:
@@ -87,6 +93,7 @@ def build_report(
             source: summary(scores, np.concatenate(rows))
             for source, rows in sorted(by_source.items())
         },
+        **({} if topk is None else {"topk": dict(topk)}),
     }
 
 
@@ -136,24 +143,30 @@ def read_report(path: Path) -> tuple[dict[str, Any], Scores]:
         raise MeasurementRefused("report", f"{path}: {what}") from None
     if not all(isinstance(value, str) for value in named):
         raise MeasurementRefused("report", f"{path}: a name in it is no text")
+    partial = "topk" in report
     for key, value in stated.items():
+        if value is None and partial and key.startswith("all.ppl."):
+            continue
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not math.isfinite(value):
             raise MeasurementRefused("report", f"{path}: {key}: is no finite number")
-    scores = _read_rows(rows_path(path), positions)
+    scores = _read_rows(rows_path(path), positions, partial)
     again = summary(scores)
     for key, value in stated.items():
         found: Any = again
         for part in key.split(".")[1:]:
             found = found[part]
-        if not math.isclose(value, found, rel_tol=1e-6, abs_tol=1e-9):
-            raise MeasurementRefused(
-                "rows", f"{path}: {key}: {value:.9g}; its rows give {found:.9g}"
-            )
+        none = value is None or found is None
+        if (
+            value is not found
+            if none
+            else not math.isclose(value, found, rel_tol=1e-6, abs_tol=1e-9)
+        ):
+            raise MeasurementRefused("rows", f"{path}: {key}: {value}; its rows give {found}")
     return report, scores
 
 
-def _read_rows(path: Path, positions: Any) -> Scores:
+def _read_rows(path: Path, positions: Any, partial: bool) -> Scores:
     if not path.is_file():
         raise MeasurementRefused("missing", f"{path}: is missing: the report cannot be checked")
     size = path.stat().st_size
@@ -162,7 +175,9 @@ def _read_rows(path: Path, positions: Any) -> Scores:
             "size", f"{path}: {size} bytes; {positions} positions of 16 bytes are stated"
         )
     table = np.fromfile(path, "<f4").reshape(-1, 4)
-    if not np.isfinite(table).all():
+    # Where a list cannot see the next token its likelihood is NaN.
+    unseen = np.isnan(table[:, 1:3]) if partial else np.False_
+    if not (np.isfinite(table[:, [0, 3]]).all() and (np.isfinite(table[:, 1:3]) | unseen).all()):
         raise MeasurementRefused("rows", f"{path}: holds a number that is not finite")
     if not np.isin(table[:, 3], (0.0, 1.0)).all():
         raise MeasurementRefused("rows", f"{path}: an agreement is neither 0 nor 1")

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from pytest_dsv41.errors import MeasurementRefused
 from pytest_dsv41.quality.reference.dense import LOWEST, Block, Dense, Table
+from pytest_dsv41.quality.reference.recording import check_same
 
-__all__ = ["Scores", "check_same", "row_fault", "score"]
+__all__ = ["Scores", "row_fault", "score"]
 
 _PIECE: Final = 8192
 """Tokens looked up at once: what fits the cache, and few enough that BLAS starts no threads."""
@@ -40,41 +41,6 @@ class Scores:
     candidate_nll: NDArray[np.float32]
     reference_nll: NDArray[np.float32]
     top1: NDArray[np.bool_]
-
-
-def check_same(reference: Dense, candidate: Dense) -> None:
-    """Refuse a candidate that is not of the reference's tokens and positions.
-
-    Raises:
-        MeasurementRefused: kinds `vocabulary`, `documents`, `tokens`.
-    """
-    names = f"{candidate.path} against {reference.path}"
-    if candidate.n_vocab != reference.n_vocab:
-        raise MeasurementRefused(
-            "vocabulary",
-            f"{names}: {candidate.n_vocab} tokens in the vocabulary, not {reference.n_vocab}",
-        )
-    if len(candidate.documents) != len(reference.documents):
-        raise MeasurementRefused(
-            "documents",
-            f"{names}: {len(candidate.documents)} documents, not {len(reference.documents)}",
-        )
-    for number, (one, other) in enumerate(
-        zip(candidate.documents, reference.documents, strict=True)
-    ):
-        if (one.tokens, one.score_from) != (other.tokens, other.score_from):
-            raise MeasurementRefused(
-                "documents",
-                f"{names}: document {number} has {one.tokens} tokens scored from "
-                f"{one.score_from}, not {other.tokens} from {other.score_from}",
-            )
-    if not np.array_equal(candidate.tokens, reference.tokens):
-        at = int(np.argmax(candidate.tokens != reference.tokens))
-        raise MeasurementRefused(
-            "tokens",
-            f"{names}: token {at} is {int(candidate.tokens[at])}, not {int(reference.tokens[at])}: "
-            "another text, or another tokenizer",
-        )
 
 
 def score(

@@ -9,9 +9,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from pytest_dsv41.errors import MeasurementRefused
+from pytest_dsv41.quality.kl import checked_vector
 from pytest_dsv41.quality.reference.dense import LOWEST, Block, Dense
 from pytest_dsv41.quality.reference.kld import TOP, KldRecording
+from pytest_dsv41.quality.reference.recording import Recording
 from pytest_dsv41.quality.reference.score import row_fault
+from pytest_dsv41.quality.reference.topk import NO_ID, TopkRecording
 
 __all__ = ["verify"]
 
@@ -22,7 +26,7 @@ _ENTROPY: Final = 0.01
 
 
 def verify(
-    recording: Dense,
+    recording: Recording,
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
@@ -32,9 +36,15 @@ def verify(
     the 16 likeliest tokens are that, in order; the next token's negative log-likelihood and the
     entropy are those of the row.
 
+    Of a `dsv41-topk-1` row: its list is one, in order, and NLL and mass are the list's.
+
     Raises:
         MeasurementRefused: a row cannot be read at all, kinds `size`, `top`, `logprob`.
     """
+    if isinstance(recording, TopkRecording):
+        return _verify_lists(recording, progress)
+    if not isinstance(recording, Dense):
+        raise TypeError(type(recording).__name__)
     found: list[str] = []
     step = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // recording.row_bytes))
     following = recording.next_tokens()
@@ -54,6 +64,46 @@ def verify(
             if progress is not None:
                 progress(row0 + count, recording.rows)
     return found
+
+
+def _verify_lists(
+    recording: TopkRecording, progress: Callable[[int, int], None] | None
+) -> list[str]:
+    found = []
+    following = recording.next_tokens()
+    for row0 in range(0, recording.rows, _BLOCK_ROWS):
+        count = min(_BLOCK_ROWS, recording.rows - row0)
+        top, rows = recording.stored_top(row0, count), recording.stored_rows(row0, count)
+        for row in range(count):
+            fault = _list_fault(top[row].tolist(), rows[row], int(following[row0 + row]))
+            if fault is not None:
+                found.append(f"{recording.where(row0 + row)}: {fault}")
+        if progress is not None:
+            progress(row0 + count, recording.rows)
+    return found
+
+
+def _list_fault(
+    entries: list[tuple[int, float]], stored: NDArray[np.float32], following: int
+) -> str | None:
+    given = [(token, logp) for token, logp in entries if token != NO_ID]
+    try:
+        vector = checked_vector(given, top_n=len(entries))
+    except MeasurementRefused as error:
+        return f"top.bin: {error}"
+    if list(vector) != given or entries[len(given) :] != [(NO_ID, -math.inf)] * (
+        len(entries) - len(given)
+    ):
+        return "top.bin: not the likeliest first, a tie the lower id, what is left over empty"
+    nll, mass = float(stored[0]), float(stored[1])
+    own = dict(vector).get(following)
+    same = math.isnan(nll) if own is None else abs(nll - max(0.0, -own)) < 1e-6
+    if not same:
+        return f"rows.f32: a negative log-likelihood of {nll:g}, which is not the list's"
+    expected = min(1.0, math.fsum(math.exp(logp) for _, logp in vector))
+    if not abs(mass - expected) < 1e-6:
+        return f"rows.f32: a mass of {mass:g}; the list holds {expected:g}"
+    return None
 
 
 def _fault(recording: Dense, block: Block, row: int) -> str | None:
