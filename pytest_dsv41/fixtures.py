@@ -20,6 +20,7 @@ from .measure import (
     prompt_identity,
 )
 from .measure.record import write_record
+from .measure.seeded import SeededCell
 
 if TYPE_CHECKING:
     from .glue import WindowPlugin
@@ -54,6 +55,10 @@ class Recorded:
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     prompt_sha256: str | None = None
     prompt_members: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    """The sha256 of each output of a seeded cell, by member."""
+    rounds: int | None = None
+    """The rounds of a seeded cell's group."""
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     """What a quality cell or the pilot wrote: `probe` or `start` to its file and seal."""
 
@@ -102,6 +107,9 @@ class Measure:
         self.recorded.missing = dict(result.missing)
         self.recorded.prompt_sha256 = result.prompt_sha256
         self.recorded.prompt_members = tuple(result.prompt_members)
+        if isinstance(self.cell, SeededCell):
+            self.recorded.outputs = tuple(stream.output_sha256 for stream in result.streams)
+            self.recorded.rounds = result.server.rounds
         return result
 
     def requests(self) -> tuple[Request, ...]:

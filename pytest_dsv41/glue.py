@@ -539,6 +539,8 @@ class WindowPlugin:
         }
         if recorded is not None and recorded.files:
             row["files"] = recorded.files
+        if recorded is not None and recorded.outputs:
+            row |= {"outputs": list(recorded.outputs), "rounds": recorded.rounds}
         try:
             run.record(row)
         except (OSError, ValueError) as lost:

@@ -94,6 +94,7 @@ def check_deciding(spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]]) -> 
         _check_pairs(spec, deciding[0][1].name)
     _check_start_sd(spec, cells)
     _check_diff_cv(spec, cells)
+    _check_identical(spec, cells)
 
 
 def _roles(spec: WindowSpec) -> list[str]:
@@ -172,3 +173,33 @@ def _check_diff_cv(spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]]) -> 
                 ("window", "diff_cv", given),
                 f"no primary of a cell in pairs{choices(given, known)}",
             )
+
+
+_BESIDE_DEFINITION = ("estimated_s", "profile", "pairs", "report_only")
+"""What a plan knows of a cell besides `Cell.definition()`."""
+
+
+def _check_identical(spec: WindowSpec, cells: Mapping[str, Mapping[str, Any]]) -> None:
+    """Identical streams are expected of two control starts of the very cell the pilot measured."""
+    for position, use in enumerate(spec.cells):
+        if use.expect_identical is None:
+            continue
+        key = ("cells", position, "expect_identical")
+        if not is_seeded(cells[use.name]):
+            raise spec.error(key, f"cell '{use.name}' is not seeded")
+        if _roles(spec) != _PAIRED[1]:
+            raise spec.error(
+                key,
+                "needs two control starts to compare; valid: C/X/C, not "
+                f"'{one_line(spec.schedule, 60)}'",
+            )
+        mine = {k: v for k, v in cells[use.name].items() if k not in _BESIDE_DEFINITION}
+        told = use.expect_identical.cell
+        for name in dict.fromkeys((*told, *mine)):
+            if told.get(name) != mine.get(name):
+                raise spec.error(
+                    key,
+                    f"the A/A pilot's cell {use.name} is another one: {name} is "
+                    f"{one_line(repr(told.get(name)), 80)} there and "
+                    f"{one_line(repr(mine.get(name)), 80)} here",
+                )

@@ -43,6 +43,7 @@ __all__ = [
     "AdviceUse",
     "Arm",
     "CellUse",
+    "IdenticalUse",
     "Limits",
     "PilotUse",
     "QualityUse",
@@ -153,6 +154,19 @@ class Arm(_Frozen):
     speculation: bool | None = None
 
 
+class IdenticalUse(_Frozen):
+    """The PASSED A/A pilot that a cell's `expect_identical` rests on (RULES section 2).
+
+    `record` is its file, `sha256` its seal, `cell` and `prompt_sha256` what it measured: the
+    cell's definition and the identity of its prompt.
+    """
+
+    record: str
+    sha256: str
+    cell: dict[str, Any]
+    prompt_sha256: str
+
+
 class CellUse(_Frozen):
     """How this window uses one cell. Empty `primary`: the cell kind's own primary is reported."""
 
@@ -164,6 +178,7 @@ class CellUse(_Frozen):
     profile: Profile | None = None
     estimated_s: float | None = None
     sampling: dict[str, Any] | None = None
+    expect_identical: IdenticalUse | None = None
 
 
 class QualityUse(_Frozen):
@@ -388,6 +403,7 @@ class _Cell(_Table):
     profile: Profile | None = None
     estimated_s: _Seconds | None = None
     sampling: dict[str, Any] | None = None
+    expect_identical: _Folder | None = None
 
 
 # Keys and types are those of `Sampling`; left out, a key keeps the cell's own value.
@@ -598,7 +614,14 @@ class _Reader:
             for name, arm in raw_arms.items()
         )
         cells = tuple(
-            CellUse(**{**cell.model_dump(), "guards": tuple(cell.guards)}) for cell in raw_cells
+            CellUse(
+                **{
+                    **cell.model_dump(),
+                    "guards": tuple(cell.guards),
+                    "expect_identical": self._identical(position, cell, variables),
+                }
+            )
+            for position, cell in enumerate(raw_cells)
         )
         control = next(arm.name for arm in arms if arm.role == "control")
         repeats = self._repeats(window.repeats, arms, starts)
@@ -753,6 +776,36 @@ class _Reader:
             band_sha256=seal,
             subset=band.subset,
             estimated_s=use.estimated_s,
+        )
+
+    def _identical(
+        self, position: int, use: _Cell, variables: Mapping[str, str]
+    ) -> IdenticalUse | None:
+        """Read the A/A pilot that allows a cell to expect identical streams of its controls."""
+        if use.expect_identical is None:
+            return None
+        from ..quality.aa_compare import PILOT_SCHEMA, identical_fault
+        from ..quality.sealed import read_sealed
+
+        key: KeyPath = ("cells", position, "expect_identical")
+        if not use.decision:
+            self._fail(key, f"cell '{use.name}' decides nothing; only a decision cell expects it")
+        try:
+            path = (self._path.parent / str(_fill(use.expect_identical, variables))).resolve()
+            pilot, seal = read_sealed(path, "pilot", PILOT_SCHEMA, dict)
+            measured = pilot["definition"]["cells"].get(use.name, {})
+            fault = identical_fault(pilot, {"name": use.name, **measured.get("cell", {})})
+        except (UsageError, MeasurementRefused, OSError, ValueError) as error:
+            self._fail(key, one_line(str(error), 400))
+        except (KeyError, TypeError, AttributeError):
+            self._fail(key, f"{one_line(str(path), 200)} is not the record of an A/A pilot")
+        if fault:
+            self._fail(key, fault)
+        return IdenticalUse(
+            record=str(path),
+            sha256=seal,
+            cell=measured["cell"],
+            prompt_sha256=measured["prompt_sha256"],
         )
 
     def _subset(self, text: str, key: KeyPath) -> str:

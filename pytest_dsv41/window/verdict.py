@@ -46,6 +46,7 @@ from .plan import Plan, PlannedItem
 from .quality import QualityVerdict
 from .schedule import layout
 from .source import read_regular, shown
+from .spec import CellUse
 from .summary import Status
 
 __all__ = ["EXIT_CODES", "Outcome", "conclude", "read_folder"]
@@ -218,6 +219,7 @@ class _Judge:
                     seeded = self._pairs(use.name, arm, decides=decides)
                     if decides:
                         decide_paired_cell(use.name, seeded)
+                        self._tell_difference(use)
                     pairs[use.name] = seeded
                 elif decides and is_seeded(definition):
                     raise Refused("is seeded, and the starts have no pairs", cell=use.name)
@@ -281,7 +283,45 @@ class _Judge:
         start_sd = {key: sd for key, sd in registered if key in judged_here}
         if not deciding:
             return report_paired_window(cells, start_sd=start_sd)
-        return decide_paired_window(cells, deciding, start_sd=start_sd)
+        expected = [
+            name for name in deciding if self._window.cell(name).expect_identical is not None
+        ]
+        return decide_paired_window(
+            cells,
+            deciding,
+            start_sd=start_sd,
+            expect_identical=expected,
+            streams_identical={
+                name: self._difference(self._window.cell(name)) is None for name in expected
+            },
+        )
+
+    def _difference(self, use: CellUse) -> str | None:
+        """In what the control starts' streams of a cell differ, or what is not known of them.
+
+        None where every pair has the same outputs and the same number of rounds in both, on the
+        prompt of the A/A pilot that allowed to expect it (RULES section 2).
+        """
+        assert use.expect_identical is not None
+        control = self._window.control.name
+        pairs: dict[int, list[Mapping[str, Any]]] = {}
+        for item in self._plan.items:
+            if item.cell == use.name and item.arm == control and item.id in self._records:
+                pairs.setdefault(item.repeat, []).append(self._records[item.id])
+        for repeat, rows in pairs.items():
+            if any(row.get("prompt_sha256") != use.expect_identical.prompt_sha256 for row in rows):
+                return f"pair {repeat} ran on another prompt than the A/A pilot"
+            for key, what in (("outputs", "outputs"), ("rounds", "round counts")):
+                told = [row.get(key) for row in rows]
+                if len(told) < 2 or None in told or [] in told:
+                    return f"pair {repeat} does not tell its {what} in both control starts"
+                if told[0] != told[1]:
+                    return f"pair {repeat} has different {what} in the two control starts"
+        return None
+
+    def _tell_difference(self, use: CellUse) -> None:
+        if use.expect_identical is not None and (why := self._difference(use)):
+            self._notes.append(f"{use.name}: identical streams were expected: {why}")
 
     def _groups(self, cells: Iterable[str]) -> dict[str, list[str]] | None:
         if not self._window.by_profile:

@@ -14,6 +14,11 @@ from pathlib import Path
 import pytest
 import scipy.stats
 
+from pytest_dsv41.measure import Endpoint
+from pytest_dsv41.quality.aa_compare import compare_starts
+from pytest_dsv41.quality.pilot import plan_pilot, run_start
+from pytest_dsv41.quality.sealed import write_sealed
+from pytest_dsv41.stub import serve
 from tests.lifecycle.running import assert_ended_well, run
 
 ROOT = Path(__file__).parents[2]
@@ -102,3 +107,61 @@ def test_a_window_decided_by_seeded_pairs(tmp_path: Path) -> None:
     )
     assert again.returncode == code
     assert json.loads(again.stdout)["decisions"] == summary["decisions"]
+
+
+@pytest.fixture
+def pilot(tmp_path: Path) -> Path:
+    """A real pilot of the window's cell: two starts of the stub, which speaks by seeds alone."""
+    from cells.test_shared import test_seeded
+
+    (cell,) = [one for one in test_seeded.__dsv41_cells__ if one.name == "seeded-demo-b1"]
+    plan = plan_pilot(("seeded-demo-b1",), known={cell.name: cell}, subset=None, bridge=False)
+    starts = []
+    for name in ("A", "B"):
+        with serve(model="stub", round_ms=2.0, seed=7) as stub:
+            record, _ = run_start(
+                Endpoint(stub.url, "vllm", "stub"), plan, start=name, deadline_s=120
+            )
+            starts.append(record)
+    record = compare_starts(*starts)
+    assert record["passed"] is True, record["reasons"]
+    write_sealed(tmp_path / "p.json", record)
+    return tmp_path / "p.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starts", ["alike", "unlike"])
+def test_identical_streams_are_expected_of_both_control_starts(
+    tmp_path: Path, pilot: Path, starts: str
+) -> None:
+    text = Path(window(tmp_path)).read_text()
+    primary = 'primary = "ms_per_round"'
+    assert text.count(primary) == 1
+    text = text.replace(primary, f'{primary}\nexpect_identical = "{pilot}"')
+    if starts == "unlike":
+        # The second control start computes a little differently: the same seeds, other streams.
+        (tmp_path / "other.py").write_text(
+            "import runpy, sys\n"
+            "name = sys.argv.pop(1)\n"
+            "sys.argv += ['--perturb', '0.5'] if name == 'C2' else []\n"
+            "runpy.run_module('pytest_dsv41', run_name='__main__', alter_sys=True)\n"
+        )
+        plain = '"{python}", "-m", "pytest_dsv41", "stub"'
+        assert text.count(plain) == 1
+        text = text.replace(plain, f'"{{python}}", "{tmp_path}/other.py", "{{start}}", "stub"')
+    (tmp_path / "w.toml").write_text(text)
+    ended = run(tmp_path / "out", window=str(tmp_path / "w.toml"))
+    assert_ended_well(ended)
+    rows = [json.loads(x) for x in (ended.folder / "values.jsonl").read_text().splitlines()]
+    first, last = (
+        [(row["outputs"], row["rounds"]) for row in rows if row["start"] == name]
+        for name in ("C1", "C2")
+    )
+    assert (first == last) is (starts == "alike")
+    cell = ended.summary["decisions"]["fast"]["cells"]["seeded-demo-b1"]
+    if starts == "unlike":
+        assert (ended.summary["status"], ended.returncode) == ("INCONCLUSIVE", 10), ended.output
+        assert "identical token streams" in cell["reason"]
+        assert "identical streams were expected: pair 0" in " ".join(ended.output.split())
+    else:
+        assert "identical" not in cell["reason"]

@@ -233,7 +233,7 @@ REFUSED = {
         "primary =",
         "primry =",
         "w.toml:18: cells[0].primry: unknown key; did you mean 'primary'?; valid: name, decision, "
-        "primary, guards, expected_gain, profile, estimated_s, sampling",
+        "primary, guards, expected_gain, profile, estimated_s, sampling, expect_identical",
     ),
     "unknown table": (
         "[limits]",
