@@ -28,6 +28,7 @@ COMMANDS = {
     "decide": "decide again from a window's folder",
     "dist-gate": "is it still the same model? probe, register a band, judge; 0 PASS, 2 LOSS",
     "experts": "which experts are kept whole, from their Grams; and into a recipe with them",
+    "greedy": "answers at temperature 0 of two arms: identical, near ties, or parted",
     "history": "backfill the archive from old windows, score them again",
     "init": "write a commented window and target file",
     "keeper": "",

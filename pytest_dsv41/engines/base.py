@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import httpx
 
 from pytest_dsv41.engines.counters import read_samples, refuse_resets
-from pytest_dsv41.engines.next_token import NextToken, read_object, read_prefixed
+from pytest_dsv41.engines.next_token import Greedy, NextToken, read_object, read_prefixed
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.text import one_line
 
@@ -367,16 +367,45 @@ class Engine(ABC):
             where,
             lambda: self._text_of(url, ids, timeout, client),
         )
-        if found.in_band.prompt_tokens not in (None, len(ids)):
+        _same_length(found.in_band, ids, where)
+        _enough(found.top, top_n, where)
+        return found
+
+    def greedy(
+        self,
+        url: str,
+        model: str,
+        ids: Sequence[int],
+        max_tokens: int,
+        top_n: int,
+        *,
+        cache: str,
+        salt: str | None,
+        timeout: float = 600.0,
+        client: httpx.Client | None = None,
+    ) -> Greedy:
+        """Return the answer to the prompt `ids` at temperature 0, with each token's candidates.
+
+        Raises:
+            MeasurementFailed, MeasurementRefused: as in `next_token`.
+        """
+        body = self.dress(self._greedy_body(model, ids, max_tokens, top_n), cache=cache, salt=salt)
+        where = f"{base_url(url)}{self.next_path}"
+        answer = self._post(url, self.next_path, body, timeout, client)
+        found = self._greedy_read(
+            read_object(answer.content, where),
+            ids,
+            where,
+            lambda: self._text_of(url, ids, timeout, client),
+        )
+        _same_length(found.in_band, ids, where)
+        if not 1 <= len(found.tokens) <= max_tokens or len(found.tops) != len(found.tokens):
             raise MeasurementRefused(
-                "other-prompt",
-                f"{where}: the answer is to a prompt of {found.in_band.prompt_tokens} tokens, "
-                f"{len(ids)} were sent",
+                "bad-answer", f"{where}: {len(found.tokens)} tokens, {max_tokens} asked"
             )
-        if len(found.top) < top_n:
-            raise MeasurementRefused(
-                "fewer", f"{where}: {len(found.top)} tokens with a log-probability, {top_n} asked"
-            )
+        for top in found.tops:
+            if top is not None:
+                _enough(top, top_n, where)
         return found
 
     def _post(
@@ -434,6 +463,38 @@ class Engine(ABC):
             raise MeasurementRefused("other-prompt", f"{where}: the answer is to another prompt")
         usage = data.get("usage")
         return NextToken(read_prefixed(top, where), read_usage(usage, where), echo is not None)
+
+    def _greedy_body(
+        self, model: str, ids: Sequence[int], max_tokens: int, top_n: int
+    ) -> dict[str, Any]:
+        body = self._next_body(model, ids, top_n)
+        return {**body, "max_tokens": max_tokens, "temperature": 0.0}
+
+    def _greedy_read(
+        self,
+        data: Mapping[str, Any],
+        ids: Sequence[int],
+        where: str,
+        text_of_prompt: Callable[[], str],  # noqa: ARG002
+    ) -> Greedy:
+        try:
+            (choice,) = data["choices"]
+            tops = choice["logprobs"]["top_logprobs"]
+            tokens = choice["token_ids"]
+        except (KeyError, TypeError, ValueError):
+            raise MeasurementRefused(
+                "no-logprobs", f"{where}: the answer has no log-probabilities or no token ids"
+            ) from None
+        echo = choice.get("prompt_token_ids")
+        if echo is not None and echo != list(ids):
+            raise MeasurementRefused("other-prompt", f"{where}: the answer is to another prompt")
+        return Greedy(
+            read_ids(tokens, where),
+            tuple(read_prefixed(top, where) for top in tops),
+            str(choice.get("finish_reason")),
+            read_usage(data.get("usage"), where),
+            echo is not None,
+        )
 
     def _text_of(
         self, url: str, ids: Sequence[int], timeout: float, client: httpx.Client | None
@@ -500,6 +561,35 @@ def _refused(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def read_ids(tokens: object, where: str) -> tuple[int, ...]:
+    """Read a list of token ids.
+
+    Raises:
+        MeasurementRefused: kind `bad-answer` for anything else.
+    """
+    if not isinstance(tokens, list) or not all(
+        isinstance(token, int) and not isinstance(token, bool) for token in tokens
+    ):
+        raise MeasurementRefused("bad-answer", f"{where}: no list of token ids")
+    return tuple(tokens)
+
+
+def _same_length(in_band: InBand, ids: Sequence[int], where: str) -> None:
+    if in_band.prompt_tokens not in (None, len(ids)):
+        raise MeasurementRefused(
+            "other-prompt",
+            f"{where}: the answer is to a prompt of {in_band.prompt_tokens} tokens, "
+            f"{len(ids)} were sent",
+        )
+
+
+def _enough(top: Sequence[tuple[int, float]], top_n: int, where: str) -> None:
+    if len(top) < top_n:
+        raise MeasurementRefused(
+            "fewer", f"{where}: {len(top)} tokens with a log-probability, {top_n} asked"
+        )
 
 
 def read_usage(usage: object, where: str) -> InBand:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
-from pytest_dsv41.engines.next_token import NextToken, read_indexed
+from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot, read_ids
+from pytest_dsv41.engines.next_token import Greedy, NextToken, aligned, read_indexed
 from pytest_dsv41.errors import MeasurementRefused
 
 __all__ = ["LlamaCpp"]
@@ -132,25 +132,79 @@ class LlamaCpp(Engine):
             raise MeasurementRefused(
                 "no-logprobs", f"{where}: the answer has no log-probabilities of one token"
             ) from None
-        echo = data.get("prompt")
-        if isinstance(echo, str) and echo != text_of_prompt():
-            raise MeasurementRefused("other-prompt", f"{where}: the answer is to another prompt")
-        timings = data.get("timings")
-        told = {
-            name: float(value)
-            for name, value in (timings if isinstance(timings, Mapping) else {}).items()
-            if isinstance(value, int | float)
-        }
-        cached = told.get("cache_n")
-        in_band = InBand(
-            prompt_tokens=round(told["prompt_n"] + cached)
-            if "prompt_n" in told and cached is not None
-            else None,
-            completion_tokens=round(told["predicted_n"]) if "predicted_n" in told else None,
-            cached_tokens=None if cached is None else round(cached),
-            timings=told,
+        return NextToken(
+            read_indexed(top, where),
+            _in_band(data),
+            _echoed(data, where, text_of_prompt),
         )
-        return NextToken(read_indexed(top, where), in_band, isinstance(echo, str))
+
+    def _greedy_body(
+        self, model: str, ids: Sequence[int], max_tokens: int, top_n: int
+    ) -> dict[str, Any]:
+        return {
+            "model": model,
+            "prompt": list(ids),
+            "n_predict": max_tokens,
+            "n_probs": top_n,
+            "temperature": 0.0,
+            "return_tokens": True,
+        }
+
+    def _greedy_read(
+        self,
+        data: Mapping[str, Any],
+        ids: Sequence[int],  # noqa: ARG002
+        where: str,
+        text_of_prompt: Callable[[], str],
+    ) -> Greedy:
+        tokens = read_ids(data.get("tokens"), where)
+        told = data.get("completion_probabilities")
+        rows = told if isinstance(told, list) else []
+        try:
+            known = [(int(row["id"]), read_indexed(row["top_logprobs"], where)) for row in rows]
+        except (KeyError, TypeError, ValueError):
+            raise MeasurementRefused(
+                "bad-answer", f"{where}: a token's probabilities without its id"
+            ) from None
+        tops: list[tuple[tuple[int, float], ...] | None] = [None] * len(tokens)
+        places = aligned(tokens, [token for token, _ in known])
+        for place, (_, top) in zip(places, known, strict=True):
+            if place is not None:
+                tops[place] = top
+        reason = {"limit": "length", "eos": "stop", "word": "stop"}
+        return Greedy(
+            tokens,
+            tuple(tops),
+            reason.get(str(data.get("stop_type")), str(data.get("stop_type"))),
+            _in_band(data),
+            _echoed(data, where, text_of_prompt),
+        )
+
+
+def _echoed(data: Mapping[str, Any], where: str, text_of_prompt: Callable[[], str]) -> bool:
+    """Hold the server's repetition of the prompt against the prompt; False where it has none."""
+    echo = data.get("prompt")
+    if isinstance(echo, str) and echo != text_of_prompt():
+        raise MeasurementRefused("other-prompt", f"{where}: the answer is to another prompt")
+    return isinstance(echo, str)
+
+
+def _in_band(data: Mapping[str, Any]) -> InBand:
+    timings = data.get("timings")
+    told = {
+        name: float(value)
+        for name, value in (timings if isinstance(timings, Mapping) else {}).items()
+        if isinstance(value, int | float)
+    }
+    cached = told.get("cache_n")
+    return InBand(
+        prompt_tokens=round(told["prompt_n"] + cached)
+        if "prompt_n" in told and cached is not None
+        else None,
+        completion_tokens=round(told["predicted_n"]) if "predicted_n" in told else None,
+        cached_tokens=None if cached is None else round(cached),
+        timings=told,
+    )
 
 
 def _timing(row: InBand, name: str, default: int | None = None) -> int:

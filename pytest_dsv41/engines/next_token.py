@@ -18,7 +18,7 @@ from pytest_dsv41.text import one_line
 if TYPE_CHECKING:
     from pytest_dsv41.engines.base import InBand
 
-__all__ = ["NextToken", "read_indexed", "read_object", "read_prefixed"]
+__all__ = ["Greedy", "NextToken", "aligned", "read_indexed", "read_object", "read_prefixed"]
 
 _PREFIX: Final = "token_id:"
 
@@ -33,6 +33,49 @@ class NextToken:
     top: tuple[tuple[int, float], ...]
     in_band: InBand
     echoed: bool
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """An answer at temperature 0: its token ids, and the candidates for each of them.
+
+    An entry of `tops` is None where the server tells none for that token. `finish` is the
+    server's reason, `length` or `stop`.
+    """
+
+    tokens: tuple[int, ...]
+    tops: tuple[tuple[tuple[int, float], ...] | None, ...]
+    finish: str
+    in_band: InBand
+    echoed: bool
+
+
+def aligned(tokens: Sequence[int], told: Sequence[int]) -> list[int | None]:
+    """Return, for each of `told`, its place in `tokens`; None where that is not certain.
+
+    `told` are those of `tokens`, in order, that the server has something to say about (llama.cpp
+    is silent about parts of a character and about verified drafts). A place is certain when
+    matching from the front and from the back find the same one.
+    """
+    front = _match(tokens, told)
+    back = _match(tokens[::-1], told[::-1])
+    last = len(tokens) - 1
+    mirrored = [None if place is None else last - place for place in reversed(back)]
+    return [
+        one if one is not None and one == two else None
+        for one, two in zip(front, mirrored, strict=True)
+    ]
+
+
+def _match(tokens: Sequence[int], told: Sequence[int]) -> list[int | None]:
+    at = 0
+    out: list[int | None] = []
+    for token in told:
+        while at < len(tokens) and tokens[at] != token:
+            at += 1
+        out.append(at if at < len(tokens) else None)
+        at += 1
+    return out
 
 
 def read_object(content: bytes, where: str) -> dict[str, Any]:

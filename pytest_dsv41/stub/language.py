@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -124,20 +125,20 @@ _SHAPES = tuple(_shape(0.25 + 0.2 * i) for i in range(8))
 class Model:
     """Generates the answer to one prompt, token after token.
 
-    Every choice is a function of (model name, prompt ids, tokens so far) and, when sampled, of
-    the seed and the position. `perturb` is the SD of a disturbance of the logits, for a server
-    that is nearly, but not quite, the same model.
+    Every choice is a function of (model name, all ids so far, whether they were asked or
+    answered) and, when sampled, of the seed and the position. `perturb` is the SD of a
+    disturbance of the logits, for a server that is nearly, but not quite, the same model.
     """
 
-    __slots__ = ("_chances", "_count", "_perturb", "_sampling", "_state", "_trace")
+    __slots__ = ("_chances", "_count", "_hashes", "_length", "_name", "_perturb", "_sampling")
 
     def __init__(
         self, name: str, prompt: Sequence[int], sampling: Sampling, perturb: float = 0.0
     ) -> None:
         raw = array("Q", prompt).tobytes()
-        self._state = key_of(
-            zlib.crc32(name.encode()), zlib.crc32(raw), zlib.adler32(raw), len(raw)
-        )
+        self._name = zlib.crc32(name.encode())
+        self._hashes = (zlib.crc32(raw), zlib.adler32(raw))
+        self._length = len(raw)
         self._count = 0
         self._sampling = sampling
         self._perturb = perturb
@@ -146,11 +147,11 @@ class Model:
     @property
     def key(self) -> int:
         """A number that stands for the prompt (and, later, the answer so far)."""
-        return self._state
+        return key_of(self._name, *self._hashes, self._length)
 
     def next(self, want_top: bool) -> Choice:
         """Return the next token; with `want_top` the candidates' log probabilities too."""
-        state = self._state
+        state = self.key
         start = mix(state)
         # 32 steps of at most 7 stay inside one turn of the list: the candidates are distinct.
         size = len(_ANSWER)
@@ -169,7 +170,11 @@ class Model:
                 (_ANSWER[(offset + stride * place) % size], value)
                 for place, value in zip(order, logs, strict=True)
             )
-        self._state = mix(state ^ token)
+        # As if the token had stood at the prompt's end: an answer goes on as its prefix would.
+        raw = token.to_bytes(8, sys.byteorder)
+        crc, adler = self._hashes
+        self._hashes = (zlib.crc32(raw, crc), zlib.adler32(raw, adler))
+        self._length += 8
         self._count += 1
         return Choice(token, logs[index], top)
 
