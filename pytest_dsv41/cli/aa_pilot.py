@@ -217,7 +217,7 @@ def _compare(args: argparse.Namespace) -> int:
     else:
         _show_pilot(pilot, args.out)
         if probes is not None and "refused" not in (pilot["distribution"] or {}):
-            print(f"register the two probes: dsv41 dist-gate band {beside[0]} {beside[1]} …")
+            print(f"for a band: dsv41 dist-gate band {beside[0]} {beside[1]} … --out FILE")
     return 0 if pilot["passed"] else 2
 
 

@@ -59,14 +59,27 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, told.out + told.err
 
 
+SOME = ("seeded-short-b1", "seeded-32k-b2")
+ALL = ("seeded-short-b1", "seeded-32k-b1", "seeded-32k-b2", "seeded-32k-b3")
+
+
+@pytest.mark.parametrize(
+    ("cells", "bridge"), [(SOME, False), pytest.param(ALL, True, marks=pytest.mark.slow)]
+)
 def test_the_whole_pilot_runs_and_its_record_passes(
-    served: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cells: tuple[str, ...],
+    bridge: bool,
+    served: Serving,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    words = [word for cell in cells for word in ("--cell", cell)] if cells != ALL else []
+    words += [] if bridge else ["--no-bridge"]
     files = {start: tmp_path / f"{start}.json" for start in "AB"}
     for start, path in files.items():
         code, told = run(
             capsys, "run", "--execute", "--url", served.url, "--start", start, "--out", str(path),
-            "--subset", "short", "--each", "2", "--commit", "c" * 40,
+            "--subset", "short", "--each", "2", "--commit", "c" * 40, *words,
         )  # fmt: skip
         assert code == 0, told
     a = json.loads(files["A"].read_text())
