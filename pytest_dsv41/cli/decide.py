@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,11 @@ def run(args: argparse.Namespace) -> int:
         prior=read_prior(folder, plan),
         quality=judge_quality(folder, plan, values),
     )
+    if summary and summary.status == "REFUSED":
+        # It never opened: there is nothing to be missed, and nothing to decide.
+        outcome = dataclasses.replace(
+            outcome, status="REFUSED", exit_code=13, incomplete=[], notes=[]
+        )
     if args.json:
         print(json.dumps({"window_id": plan.window_id, **outcome.to_json()}, indent=2))
     else:
@@ -65,6 +71,8 @@ def _text(window_id: str, outcome: Outcome, summary: Summary | None) -> str:
         parts.append(f"\n{text.rstrip()}\n")
     if outcome.decisions:
         parts.append("\n")
+    if outcome.status == "REFUSED" and summary:
+        parts.append(f"refused: {one_line(summary.stopped or 'no reason was recorded', 2000)}\n")
     parts += [f"missing: {one_line(line)}\n" for line in outcome.incomplete]
     parts += [f"note: {one_line(line)}\n" for line in outcome.notes]
     for name, lines in outcome.advisory.items():

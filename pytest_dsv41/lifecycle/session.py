@@ -547,12 +547,17 @@ class WindowRun:
         """Give everything back and write the summary; safe to call again and from anywhere.
 
         Signals must be deferred by the caller. Returns None when the window never opened.
+
+        Raises:
+            RefusedByWorld: the lease is lost. Whoever has it finishes the window; this process
+                touches nothing more, and its keeper stays (SAFETY I8).
         """
         if not self.opened:
             return None
         if self.summary is not None:
             return self.summary
         self._closing = True
+        self.lease.check()
         if self._closed is None:
             self._show(phase="closing", start="")
             with contextlib.suppress(Dsv41Error, OSError):
@@ -572,6 +577,7 @@ class WindowRun:
             if self._closed.abort_due:
                 self.aborted = self._abort()
                 self._closed = self.aborted.closed
+        self.lease.check()
         self.summary = finish_window(
             self.folder,
             self.journal,

@@ -406,9 +406,7 @@ class SpreadRow:
     @property
     def note(self) -> str:
         """What a reader should know about the archive's spread; mostly nothing."""
-        if self.archive is None:
-            return "the archive has no spread of this definition"
-        if self.larger:
+        if self.larger and self.archive is not None:
             return (
                 f"the archive's spread of {_cv(self.archive)} is larger than the required 2 %,"
                 " which stays as it is"

@@ -68,6 +68,7 @@ _STYLE: Final[dict[str, str]] = {
     "REFUSED": "bold magenta",
     "INCONCLUSIVE": "bold yellow",
     "INCOMPLETE": "bold magenta",
+    "NOT JUDGED": "bold magenta",
 }
 
 

@@ -56,6 +56,8 @@ NOT_A_CANDIDATE: Final = "NOT A CANDIDATE"
 INCONCLUSIVE: Final = "INCONCLUSIVE"
 COMPLETE: Final = "COMPLETE"
 INCOMPLETE: Final = "INCOMPLETE"
+NOT_JUDGED: Final = "NOT JUDGED"
+"""What an arm's decision says when none of the cells that were to decide could be judged."""
 
 EXIT_CODES: Final[dict[Status, int]] = {
     CANDIDATE: 0,
@@ -149,6 +151,14 @@ class _Judge:
             self._incomplete.append("nothing was measured")
         status = self._status(decisions)
         provisional = status == INCOMPLETE
+        if provisional and self._decides:
+            # COMPLETE is said of a window that was to decide nothing.
+            decisions = {
+                arm: found
+                if found.decision_cells
+                else dataclasses.replace(found, verdict=NOT_JUDGED)
+                for arm, found in decisions.items()
+            }
         advice = {arm: self._advice(found, prior) for arm, found in decisions.items()}
         return Outcome(
             status=status,

@@ -13,7 +13,7 @@ from window_values import plan_of, values_of
 from pytest_dsv41.archive import archive_head, archive_spreads
 from pytest_dsv41.archive.history import backfill
 from pytest_dsv41.durable import append_json_line, dump_json, write_atomic
-from pytest_dsv41.errors import TransportError
+from pytest_dsv41.errors import RefusedByWorld, TransportError
 from pytest_dsv41.hosts import Probe
 from pytest_dsv41.lifecycle.closing import CloseResult, close_window
 from pytest_dsv41.lifecycle.finish import ARCHIVE_NAME, finish_window
@@ -21,8 +21,10 @@ from pytest_dsv41.lifecycle.hold import Hold
 from pytest_dsv41.lifecycle.intent import Intent, read_intent, write_intent
 from pytest_dsv41.lifecycle.journal import Journal
 from pytest_dsv41.lifecycle.lease import Lease
-from pytest_dsv41.lifecycle.record import TargetRecord
-from pytest_dsv41.targets import HoldSite, ProbeResult, Target
+from pytest_dsv41.lifecycle.record import TargetRecord, read_record
+from pytest_dsv41.lifecycle.session import WindowRun
+from pytest_dsv41.targets import HoldSite, ProbeResult, Target, local_target
+from pytest_dsv41.window.plan import Plan
 
 WINDOW = "L-w-W-20261101T000000Z"
 
@@ -231,3 +233,31 @@ def test_the_archives_own_command_finds_the_windows_rows_there_already(tmp_path:
     finish_window(folder, journal, CloseResult(), stopped=None)
     done = backfill(tmp_path / ARCHIVE_NAME, [folder])
     assert done.windows == ((WINDOW, 48, 0),)
+
+
+class Watching:
+    """A keeper that only notes whether it was dismissed."""
+
+    dismissed = False
+
+    def dismiss(self) -> None:
+        self.dismissed = True
+
+
+def test_a_window_that_lost_its_lease_closes_nothing_and_keeps_its_keeper(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path)
+    plan = Plan.from_json(json.loads((folder / "plan.json").read_text()))
+    run = WindowRun(plan, read_record(folder), folder, local_target)
+    run.opened = True
+    run._keeper = keeper = cast(Any, Watching())
+    run.lease.acquire(WINDOW, 60.0)
+    # SAFETY I8: what another process has taken over is not this one's any more.
+    record = json.loads((tmp_path / "lease.json").read_text())
+    write_atomic(tmp_path / "lease.json", dump_json({**record, "epoch": record["epoch"] + 1}))
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(RefusedByWorld, match=r"lease lost: epoch 2 is at work"):
+        run.close()
+    assert not keeper.dismissed
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert not (tmp_path / ARCHIVE_NAME).exists()
+    run.lease.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from report_folder import decide, demo_folder, make_plan, make_summary, make_values
 
 from pytest_dsv41 import durable
+from pytest_dsv41.archive.verify import read_checkpoints
+from pytest_dsv41.cli import main
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.window import summary as module
 from pytest_dsv41.window.summary import (
@@ -183,6 +186,48 @@ def test_a_runners_summary_without_a_schema_is_read(tmp_path: Path) -> None:
     assert summary.decision_cells == ("short-b1",)
     assert summary.production_commit == "596ba1c" + "0" * 33
     assert summary.restore.production_up
+
+
+OLDER = Path(__file__).parent / "data" / "older-window"
+"""A window's files as the first version wrote them."""
+
+
+def within(old: Any, new: Any) -> bool:
+    """Whether everything that `old` says stands in `new`, which may say more."""
+    if isinstance(old, dict):
+        return old.keys() <= new.keys() and all(within(old[key], new[key]) for key in old)
+    if isinstance(old, list):
+        return len(old) == len(new) and all(map(within, old, new))
+    return bool(old == new)
+
+
+def test_a_stored_summary_of_the_first_version_is_read_by_all_that_read_summaries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "DEMO-demo-tiny-W-20261130T002135Z"
+    shutil.copytree(OLDER, folder)
+    data = json.loads((folder / "summary.json").read_text())
+    assert "process_rules" not in data
+    jsonschema.validate(data, json.loads((SCHEMAS / "summary-v1.json").read_text()))
+    found = read_summary(folder)
+    assert (found.window.id, found.status, found.exit_code) == (folder.name, "CANDIDATE", 0)
+    assert found.process_rules is None
+    assert found.restore.production_up
+    # What it has no name for stays.
+    assert found.watch.extras()["passed"] is True
+    assert within(data, found.to_json())
+    campaign = ["--campaign", str(tmp_path)]
+    assert main(["windows", *campaign]) == 0
+    assert "CANDIDATE" in capsys.readouterr().out
+    assert main(["window-cap", "DEMO", *campaign, "--since", "2026-11-30"]) == 0
+    assert "1 counted window(s) of DEMO" in capsys.readouterr().out
+    assert main(["compare", str(folder), str(folder)]) == 0
+    capsys.readouterr()
+    assert main(["decide", str(folder), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["decisions"]["fast"]["verdict"] == data["decisions"]["fast"]["verdict"]
+    points = read_checkpoints([tmp_path])
+    assert [point.head.rows for point in points] == [0, 25]
 
 
 def test_a_runners_chained_summary_is_read(tmp_path: Path) -> None:

@@ -134,6 +134,22 @@ def test_decide_points_at_a_summary_that_ended_otherwise(
     )
 
 
+def test_decide_of_a_window_that_never_opened_is_13_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = window_folder(tmp_path / "a", plan_of(tmp_path), [])
+    (folder / "values.jsonl").unlink()
+    write_summary(folder, summary("REFUSED", 13, "HOLD: belongs to somebody-else"))
+    assert run("decide", str(folder)) == 13
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "refused: HOLD: belongs to somebody-else",
+        "REFUSED (exit 13)",
+    ]
+    assert run("decide", str(folder), "--json") == 13
+    told = json.loads(capsys.readouterr().out)
+    assert (told["status"], told["exit_code"], told["incomplete"]) == ("REFUSED", 13, [])
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
