@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -98,7 +99,8 @@ class Estimate:
 class Plan:
     """The ordered starts and items of one window, with everything that defines them.
 
-    `spec` is the resolved window as JSON (`window` gives it typed), `cells` the definition of each
+    `spec` is the resolved window as JSON (`window` gives it typed; read from a file, the arms'
+    environment values are hashes), `cells` the definition of each
     cell by name, `estimates` the expected seconds of one item of each cell. `digest` is the
     sha256 of everything that matters to the result: not of the window's id, texts and folders.
     """
@@ -139,13 +141,13 @@ class Plan:
         return "decode_tok_s" if alone else "ms_per_round"
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON values; `from_json` reads it back."""
+        """The plan as JSON values, the arms' environment values hashed; `from_json` reads it."""
         return {
             "schema": SCHEMA,
             "window_id": self.window_id,
             "seed": self.seed,
             "digest": self.digest,
-            "spec": self.spec,
+            "spec": _masked(self.spec),
             "starts": [start.model_dump() for start in self.starts],
             "items": [dataclasses.asdict(item) for item in self.items],
             "cells": self.cells,
@@ -174,7 +176,8 @@ class Plan:
                 digest=_typed(data, "digest", str),
             )
             window = plan.window
-            intact = plan.digest == _digest(plan)
+            # Plans of the first version hold the values themselves.
+            intact = plan.digest in (_digest(plan), _digest(plan, mask=dict))
         except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UsageError(f"the plan is damaged: {one_line(first)}") from None
@@ -319,8 +322,29 @@ _NOT_THE_RESULT = (
 )
 
 
-def _digest(plan: Plan) -> str:
-    spec = {key: value for key, value in plan.spec.items() if key not in _NOT_THE_RESULT}
+_MASK = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def _masked(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec without the values of the arms' environments, which may be secrets."""
+    return {
+        **spec,
+        "arms": [
+            {**arm, "env": {name: _hashed(value) for name, value in arm["env"].items()}}
+            for arm in spec["arms"]
+        ],
+    }
+
+
+def _hashed(value: str) -> str:
+    if _MASK.fullmatch(value):
+        return value
+    return f"sha256:{hashlib.sha256(value.encode('utf-8', 'surrogateescape')).hexdigest()}"
+
+
+def _digest(plan: Plan, mask: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _masked) -> str:
+    of = mask(plan.spec)
+    spec = {key: value for key, value in of.items() if key not in _NOT_THE_RESULT}
     spec["target"] = {key: spec["target"][key] for key in ("kind", "table")}
     spec["cells"] = [_without_estimate(use) for use in spec["cells"]]
     for use in spec["cells"]:

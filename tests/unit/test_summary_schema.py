@@ -204,7 +204,7 @@ def within(old: Any, new: Any) -> bool:
 def test_a_stored_summary_of_the_first_version_is_read_by_all_that_read_summaries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "DEMO-demo-tiny-W-20261130T002135Z"
+    folder = tmp_path / "DEMO-demo-tiny-W-20261130T002557Z"
     shutil.copytree(OLDER, folder)
     data = json.loads((folder / "summary.json").read_text())
     assert "process_rules" not in data

@@ -32,6 +32,24 @@ def test_a_plan_survives_json(name: str) -> None:
     assert again.window == plan.window
 
 
+def test_an_arms_environment_values_are_in_no_plan_that_is_written(tmp_path: Path) -> None:
+    def with_env(value: str) -> Plan:
+        text = window_text().replace("[arms.c1]", f"[arms.c1]\nenv = {{KEY = {json.dumps(value)}}}")
+        return plan_of(tmp_path, text)
+
+    plan = with_env("canary-7f3a")
+    assert plan.spec["arms"][1]["env"] == {"KEY": "canary-7f3a"}
+    for written in (plan.to_json(), describe_plan(plan)):
+        assert "canary" not in json.dumps(written)
+        hashed = f"sha256:{hashlib.sha256(b'canary-7f3a').hexdigest()}"
+        assert written["spec"]["arms"][1]["env"] == {"KEY": hashed}
+    again = Plan.from_json(through_json(plan))
+    assert again.digest == plan.digest
+    assert through_json(again) == through_json(plan)
+    # Another value is another plan.
+    assert with_env("canary-7f3b").digest != plan.digest
+
+
 def test_the_digest_holds_what_matters_and_nothing_else(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     file = tmp_path / "w.toml"
