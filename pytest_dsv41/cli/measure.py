@@ -7,14 +7,17 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..measure import GroupResult, Progress, Request
+    from ..measure import GroupResult, Request
+
+_PLAIN_S = 5.0
 
 HELP = "Measure one request or group against a running server; exit 0 with values, 1 without."
 
@@ -135,24 +138,16 @@ def _measure(
     from ..measure import Endpoint, measure_group
 
     endpoint = Endpoint(args.url, args.engine, args.model)
-    shown = sys.stderr.isatty() and not args.json
-
-    def progress(now: Progress) -> None:
-        rate = f"{now.tok_s:.1f} tokens/s" if now.tokens else "waiting for the first token"
-        print(f"\r\033[K{now.tokens} tokens, {rate}", end="", file=sys.stderr, flush=True)
-
-    try:
+    which = f"repeat {repeat + 1} of {args.repeats}: " if args.repeats > 1 else ""
+    with _shown() as show:
         result = measure_group(
             endpoint,
             requests,
             deadline_s=args.deadline,
             stop=stop,
-            progress=progress if shown else None,
+            progress=lambda now: show(f"{which}{now.text}"),
             reader=args.reader,
         )
-    finally:
-        if shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
     if args.record is not None:
         from ..measure.record import write_record
 
@@ -179,6 +174,27 @@ def stop_on_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[str], None]]:
+    """Show a line on standard error: one that changes on a terminal, else one every 5 seconds."""
+    live = sys.stderr.isatty()
+    last = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal last
+        if live:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - last >= _PLAIN_S:
+            last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

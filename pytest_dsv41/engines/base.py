@@ -131,6 +131,8 @@ class Server:
     """The engine's own step counter over the same time, prefill steps included."""
     speculates: bool = False
     preemptions: int = 0
+    accepted_cut: int = 0
+    """Drafts that were accepted and then cut off by the token limit; not among `accepted`."""
 
     @property
     def rounds(self) -> int | None:

@@ -2,6 +2,9 @@
 
 Deltas are taken by exact sample name and summed over the `engine` label. The success counter
 must move by exactly as many requests as were sent; then every other delta belongs to them.
+
+The counter of accepted drafts also holds those that max_tokens then cut off; without them, rounds
+are tokens − accepted − requests again, and equal the engine's own steps.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ _PREEMPT: Final = "vllm:num_preemptions_total"
 _DECODE_S: Final = "vllm:request_decode_time_seconds_sum"
 _DECODE_N: Final = "vllm:request_decode_time_seconds_count"
 _STEPS: Final = "vllm:iteration_tokens_total_count"
+_OUTPUTS: Final = "vllm:inter_token_latency_seconds_count"
 _DRAFTS: Final = "vllm:spec_decode_num_drafts_total"
 _DRAFT_TOKENS: Final = "vllm:spec_decode_num_draft_tokens_total"
 _ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_total"
@@ -32,7 +36,7 @@ _PER_POS: Final = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 _NEEDED: Final = (_SUCCESS, _TOKENS, _DECODE_S, _DECODE_N)
 _COUNTERS: Final = (
-    _SUCCESS, _TOKENS, _PROMPT, _HITS, _PREEMPT, _DECODE_S, _DECODE_N, _STEPS,
+    _SUCCESS, _TOKENS, _PROMPT, _HITS, _PREEMPT, _DECODE_S, _DECODE_N, _STEPS, _OUTPUTS,
     _DRAFTS, _DRAFT_TOKENS, _ACCEPTED, _PER_POS,
 )  # fmt: skip
 
@@ -103,11 +107,13 @@ class Vllm(Engine):
         _check_positions(positions, accepted)
         cached = [row.cached_tokens for row in done]
         hits = count(_HITS)
+        cut = _cut(tokens, accepted or 0, len(done), count(_OUTPUTS), len(positions))
         server = Server(
             requests=len(done),
             tokens=tokens,
             decode_ms=1000.0 * (delta(_DECODE_S) or 0.0),
-            accepted=0 if accepted is None else accepted,
+            accepted=0 if accepted is None else accepted - cut,
+            accepted_cut=cut,
             drafts=drafts,
             draft_tokens=count(_DRAFT_TOKENS),
             cached_tokens=(
@@ -126,6 +132,25 @@ class Vllm(Engine):
 
     def _tokenize_body(self, model: str, text: str) -> dict[str, Any]:
         return {"model": model, "prompt": text, "add_special_tokens": True}
+
+
+def _cut(tokens: int, accepted: int, requests: int, outputs: int | None, positions: int) -> int:
+    """How many accepted drafts the token limit cut off, which the counter holds all the same.
+
+    Each request's output after its first is observed once in the inter-token latency: that is the
+    number of rounds. At most a whole draft a request can be cut off.
+    """
+    if outputs is None or not accepted:
+        return 0
+    cut = outputs - (tokens - accepted - requests)
+    if not 0 <= cut <= requests * positions:
+        raise MeasurementRefused(
+            "identity",
+            f"{_OUTPUTS} moved by {outputs}; {tokens} tokens with {accepted} accepted in "
+            f"{requests} requests make {tokens - accepted - requests} rounds, and at most "
+            f"{positions} more a request",
+        )
+    return cut
 
 
 def _check_positions(positions: dict[str, float], accepted: int | None) -> None:

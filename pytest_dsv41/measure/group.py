@@ -34,6 +34,7 @@ _BUSY_S: Final = 3.0
 _SETTLE_S: Final = 5.0
 _LOOK_S: Final = 0.02
 _SCRAPE_S: Final = 5.0
+_ACCEPTED: Final = b'"draft_n_accepted":'
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,26 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a running group is."""
+    """How far a running group is: what its streams show before any of them is judged.
+
+    `rounds` are engine steps after each stream's first, by the server's own running count where it
+    has one, else by the events (one an engine step in vLLM).
+    """
 
     tokens: int
+    rounds: int
     events: int
     elapsed_s: float
     tok_s: float
     finished: int
     streams: int
+
+    @property
+    def text(self) -> str:
+        """It in a few words."""
+        if not self.tokens:
+            return f"waiting for the first token, {self.elapsed_s:.0f} s"
+        return f"{self.tokens} tokens, {self.rounds} rounds, {self.tok_s:.1f} tokens/s"
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,7 @@ def measure_group(
         requests: one or more; those marked `late` wait until all the others decode.
         deadline_s: everything (settling, streams, settling) is over by then.
         stop: ends the measurement within a fraction of a second once it is set.
-        progress: called about five times a second while streams run.
+        progress: called about ten times a second while streams run.
         require: metrics that must come out; a missing one refuses the group.
         context: TLS settings; None for the system's.
         keep_bytes: keep what came over the socket (in `exchanges`).
@@ -360,9 +373,11 @@ def _decodes(exchange: Exchange) -> bool:
 
 def _far(exchanges: Sequence[Exchange], started_ns: int) -> Progress:
     elapsed = (time.monotonic_ns() - started_ns) / 1e9
-    tokens = sum(_tokens_so_far(exchange) for exchange in exchanges)
+    shown = [_so_far(exchange) for exchange in exchanges]
+    tokens = sum(count for count, _ in shown)
     return Progress(
         tokens,
+        sum(rounds for _, rounds in shown),
         sum(exchange.data_lines for exchange in exchanges),
         elapsed,
         tokens / elapsed if elapsed > 0 else 0.0,
@@ -371,16 +386,29 @@ def _far(exchanges: Sequence[Exchange], started_ns: int) -> Progress:
     )
 
 
-def _tokens_so_far(exchange: Exchange) -> int:
-    """The running count in the last bytes that hold one; events where the server gives none."""
+def _so_far(exchange: Exchange) -> tuple[int, int]:
+    """(tokens, rounds) of one stream by the running counts in its last bytes, else by events."""
+    tokens = _running_count(exchange, b'"predicted_n":')
+    if tokens is not None:
+        # llama.cpp: an event a token.
+        return tokens, max(0, tokens - (_running_count(exchange, _ACCEPTED) or 0) - 1)
+    tokens = _running_count(exchange, b'"completion_tokens":')
+    if tokens is None:
+        tokens = exchange.data_lines
+    # vLLM: an event an engine step, beside the role's, the usage and [DONE].
+    others = b'"role"' in exchange.pieces[0][1] if exchange.pieces else 0
+    others += 2 if exchange.done_seen_ns else 0
+    return tokens, max(0, min(tokens, exchange.data_lines - others) - 1)
+
+
+def _running_count(exchange: Exchange, mark: bytes) -> int | None:
     for _, piece in reversed(exchange.pieces[-4:]):
-        for mark in (b'"completion_tokens":', b'"predicted_n":'):
-            at = piece.rfind(mark)
-            if at >= 0:
-                digits = piece[at + len(mark) : at + len(mark) + 12].split(b",")[0].split(b"}")[0]
-                if digits.strip().isdigit():
-                    return int(digits)
-    return exchange.data_lines
+        at = piece.rfind(mark)
+        if at >= 0:
+            digits = piece[at + len(mark) : at + len(mark) + 12].split(b",")[0].split(b"}")[0]
+            if digits.strip().isdigit():
+                return int(digits)
+    return None
 
 
 def _look(engine: Engine, endpoint: Endpoint, client: httpx.Client) -> Snapshot:
@@ -447,9 +475,10 @@ def _check(caches: set[str], streams: Sequence[StreamRecord], server: Server) ->
     in_band = [stream.metrics.get("speculative_decoding") for stream in streams]
     if all(isinstance(row, dict) for row in in_band):
         told = sum(int(row.get("num_accepted_draft_tokens", 0)) for row in in_band if row)
-        if told != server.accepted:
+        counted = (server.accepted or 0) + server.accepted_cut
+        if told != counted:
             raise MeasurementRefused(
-                "identity", f"the streams tell {told} accepted, the counters {server.accepted}"
+                "identity", f"the streams tell {told} accepted, the counters {counted}"
             )
     _check_clocks(streams, server)
     return tuple(dict.fromkeys(notes))

@@ -81,9 +81,10 @@ def test_counts_equal_the_servers_own(count: int, api: str, temperature: float) 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rounds_are_the_engines_own_steps(temperature: float) -> None:
+@pytest.mark.parametrize("tokens", [93, 94, 95, 96, 97])
+def test_rounds_are_the_engines_own_steps(temperature: float, tokens: int) -> None:
     alone = ask(1, tokens=1, temperature=temperature)
-    result = ask(1, tokens=96, temperature=temperature)
+    result = ask(1, tokens=tokens, temperature=temperature)
     assert result.server.steps is not None
     assert alone.server.steps is not None
     assert result.server.steps - alone.server.steps == result.server.rounds

@@ -36,6 +36,37 @@ def test_values_come_from_the_servers_own_counts(engine: str, count: int) -> Non
         assert result.values["client_tok_s"].source == "client"
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("tokens", [10, 11, 12, 13])
+def test_drafts_that_the_limit_cuts_off_are_no_lost_rounds(count: int, tokens: int) -> None:
+    # 1, then 4 a step: with 10 tokens the last step has room for 1 of its 4, with 13 for all.
+    with stub(draft_tokens=3, round_ms=4.0) as served:
+        faults = ("count-cut-drafts", "step-tokens=1;4;4;4")
+        result = measure(served, *faults, count=count, tokens=tokens)
+        server = result.server
+    assert server.accepted_cut == count * (13 - tokens)
+    assert server.rounds == count * 3
+    assert server.accepted == count * (tokens - 1 - 3)
+    assert result.values["accepted_per_round"].value == pytest.approx((tokens - 4) / 3)
+
+
+def test_rounds_that_the_servers_own_outputs_contradict_are_refused() -> None:
+    with stub(draft_tokens=3, acceptance=(0.9,)) as served:
+        result = measure(served, tokens=30)
+        name = "vllm:inter_token_latency_seconds_count"
+        for wrong in (-1.0, 4.0):
+            after = {**result.after.values, name: result.after.values[name] + wrong}
+            with pytest.raises(MeasurementRefused, match="inter_token") as refused:
+                evaluate(
+                    get_engine("vllm"),
+                    ["cold"],
+                    result.streams,
+                    result.before,
+                    replace(result.after, values=after),
+                )
+            assert refused.value.kind == "identity"
+
+
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
 def test_without_speculation_a_round_is_a_token(engine: str) -> None:
     with stub(engine=engine, draft_tokens=0) as served:

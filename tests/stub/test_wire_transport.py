@@ -182,16 +182,24 @@ def test_a_stop_ends_a_wait_for_counters_too() -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
-def test_progress_tells_tokens_while_streams_run(engine: str) -> None:
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_progress_tells_tokens_rounds_and_rate_while_streams_run(engine: str, api: str) -> None:
     seen: list[Progress] = []
-    with stub(engine=engine, draft_tokens=3, round_ms=30.0) as served:
-        measure_group(endpoint(served), requests(2, tokens=60), deadline_s=60, progress=seen.append)
+    with stub(engine=engine, draft_tokens=3, acceptance=(0.8,), round_ms=30.0) as served:
+        sent = requests(2, tokens=80, api=api)
+        result = measure_group(endpoint(served), sent, deadline_s=60, progress=seen.append)
     assert seen
     counts = [now.tokens for now in seen]
+    rounds = [now.rounds for now in seen]
     assert counts == sorted(counts)
-    assert 0 < counts[-1] <= 120
+    assert rounds == sorted(rounds)
+    assert 0 < counts[-1] <= 160
+    # By the events: a finish or usage event of a stream that is at its end may be one too many.
+    assert 0 < rounds[-1] <= (result.server.rounds or 0) + 2
+    assert rounds[-1] < counts[-1] / 2  # of four drafted tokens most are accepted
     assert all(now.streams == 2 and now.finished < 2 for now in seen)
     assert seen[-1].tok_s == pytest.approx(counts[-1] / seen[-1].elapsed_s)
+    assert f"{counts[-1]} tokens, {rounds[-1]} rounds, " in seen[-1].text
 
 
 def test_nobody_listening_is_refused_with_the_reason() -> None:
