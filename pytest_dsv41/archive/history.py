@@ -38,6 +38,7 @@ __all__ = [
     "role_of",
     "rows_of",
     "start_clock_cap",
+    "unfinished_starts",
     "window_date",
     "window_folders",
     "window_id",
@@ -369,8 +370,8 @@ def control_rows(
 ) -> list[dict[str, Any]]:
     """Return the archive rows of a window: every measured control repeat, every metric.
 
-    A start whose clock cap is not proved is left out and its reason added to `refused`; without
-    that list it raises.
+    Of a window of ours that was stopped only the starts that finished. A start whose clock cap is
+    not proved is left out and its reason added to `refused`; without that list it raises.
 
     Raises:
         HistoryUnknown: the folder does not prove its commit, its date, or a start's clock cap.
@@ -385,7 +386,18 @@ def control_rows(
         return []
     values = read_values(folder)
     roles = {arm: role_of(folder, arm) for arm in {str(line.get("arm")) for line in values}}
-    values = [line for line in values if roles[str(line.get("arm"))] == "control"]
+    lost: set[str] = set()
+    summary = _json(folder / "summary.json")
+    if not summary or summary.get("stopped"):
+        told, journal = (
+            read_json_lines(folder / name) for name in ("values.jsonl", "journal.jsonl")
+        )
+        lost = unfinished_starts(_json(folder / "plan.json"), told, journal)
+    values = [
+        line
+        for line in values
+        if roles[str(line.get("arm"))] == "control" and line.get("start") not in lost
+    ]
     if not values:
         return []
     clocks = {}
@@ -403,6 +415,30 @@ def control_rows(
         date=window_date(folder),
         clocks=clocks,
     )
+
+
+def unfinished_starts(
+    plan: Mapping[str, Any], values: Iterable[Mapping[str, Any]], journal: Iterable[Any]
+) -> set[str]:
+    """Return the starts in which a stop came before their last item (WIN2, adoption step 4).
+
+    Args:
+        plan: what plan.json holds; a folder without one proves nothing, no start is named.
+        values: the lines of values.jsonl, whatever their outcome.
+        journal: the lines of journal.jsonl; a start that was ended in its turn has finished.
+    """
+    items = plan.get("items")
+    told = {line.get("item") for line in values}
+    ended = {
+        str(line.get("step")).partition(":")[2]
+        for line in journal
+        if str(line.get("step")).startswith("stop:") and line.get("event") == "begin"
+    }
+    return {
+        item["start"]
+        for item in (items if isinstance(items, list) else ())
+        if isinstance(item, dict) and "start" in item and item.get("id") not in told
+    } - ended
 
 
 def rows_of(

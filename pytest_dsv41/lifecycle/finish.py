@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..archive import archive_append, archive_head, archive_spreads
-from ..archive.history import recorded_clocks, rows_of
+from ..archive.history import recorded_clocks, rows_of, unfinished_starts
 from ..archive.spread import pooled_cv
 from ..archive.verify import read_checkpoints
 from ..durable import dump_json, read_json_lines, write_atomic
@@ -110,7 +110,7 @@ def finish_window(
     clocks = recorded_clocks(journal.lines())
     # Before the append: the archive's spread is that of the windows before this one.
     spreads = _spreads(plan, record, values, clocks)
-    archive = _archive(folder, plan, record, values, clocks, journal, alerts)
+    archive = _archive(folder, plan, record, values, clocks, journal, alerts, stopped=stopped)
     lines = journal.lines()
     status, code = outcome.status, outcome.exit_code
     incomplete = list(outcome.incomplete)
@@ -360,13 +360,23 @@ def _archive(
     clocks: Mapping[str, tuple[int, str]],
     journal: Journal,
     alerts: list[str],
+    *,
+    stopped: str | None,
 ) -> ArchiveUse | None:
-    """Append every control repeat that was measured; idempotent by the row's key."""
+    """Append every control repeat that was measured; idempotent by the row's key.
+
+    After a stop, those of the starts that finished.
+    """
     if plan.window.kind == "admission":
         return None
     path = Path(record.campaign) / ARCHIVE_NAME
     control = plan.window.control.name
-    measured = [v for v in values if v["arm"] == control and v["outcome"] == "measured"]
+    lost = unfinished_starts(plan.to_json(), values, journal.lines()) if stopped else set()
+    measured = [
+        v
+        for v in values
+        if v["arm"] == control and v["outcome"] == "measured" and v["start"] not in lost
+    ]
     alerts += [
         f"archive: the journal has no clock cap of start {start}; its values were not appended"
         for start in sorted({v["start"] for v in measured} - clocks.keys())

@@ -10,7 +10,7 @@ import pytest
 from hold_sites import sites_of
 from window_values import plan_of, values_of
 
-from pytest_dsv41.archive import archive_head, archive_spreads
+from pytest_dsv41.archive import archive_head, archive_rows, archive_spreads
 from pytest_dsv41.archive.history import backfill
 from pytest_dsv41.durable import append_json_line, dump_json, write_atomic
 from pytest_dsv41.errors import RefusedByWorld, TransportError
@@ -261,3 +261,35 @@ def test_a_window_that_lost_its_lease_closes_nothing_and_keeps_its_keeper(tmp_pa
     assert sorted(path.name for path in folder.iterdir()) == before
     assert not (tmp_path / ARCHIVE_NAME).exists()
     run.lease.release()
+
+
+@pytest.mark.parametrize(
+    ("kept", "stopped", "starts"),
+    [
+        # K1 I1 K2 I2, six items a start. The stop came inside of K2, after it, or in I1.
+        (15, "signal SIGTERM", {"K1"}),
+        (18, "signal SIGTERM", {"K1", "K2"}),
+        (19, "signal SIGTERM", {"K1", "K2"}),
+        (7, "signal SIGTERM", {"K1"}),
+        (3, "signal SIGTERM", set()),
+        # Not stopped: items were deselected, and every start finished.
+        (15, None, {"K1", "K2"}),
+    ],
+)
+def test_after_a_stop_the_starts_that_finished_are_archived_and_no_other(
+    tmp_path: Path, kept: int, stopped: str | None, starts: set[str]
+) -> None:
+    folder, journal = folder_of(tmp_path)
+    lines = (folder / "values.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "values.jsonl").write_bytes(b"".join(lines[:kept]))
+    for start in ("K1", "I1", "K2")[: (kept - 1) // 6]:
+        journal.note(f"stop:{start}", "begin")
+    finish_window(folder, journal, CloseResult(), stopped=stopped)
+    rows = archive_rows(tmp_path / ARCHIVE_NAME)
+    assert {row["start"] for row in rows} == starts
+    # The command that appends what a killed window left says the same.
+    assert sum(new for _, _, new in backfill(tmp_path / ARCHIVE_NAME, [folder]).windows) == 0
+    (folder / "summary.json").unlink()
+    backfill(tmp_path / "again.jsonl", [folder])
+    if stopped:
+        assert archive_rows(tmp_path / "again.jsonl") == rows
