@@ -100,6 +100,7 @@ class _Closer:
         limits: dict[str, float],
         progress: Callable[[str, float], None],
         seam: Seam | None,
+        no_seam: str,
         leave_down: bool,
     ) -> None:
         self.target = target
@@ -111,6 +112,7 @@ class _Closer:
         self.limits = limits
         self.progress = progress
         self.seam = seam
+        self.no_seam = no_seam
         self.leave_down = leave_down
         self.result = CloseResult()
         self.hold = Hold(target.hold_sites())
@@ -487,9 +489,8 @@ class _Closer:
             return
         seam = self.seam
         if seam is None:
-            reason = "only the window's own session, not stopped, runs it"
-            self.journal.note(SEAM_STEP, "skip", reason=reason)
-            self.result.seam = f"SKIPPED: {reason}"
+            self.journal.note(SEAM_STEP, "skip", reason=self.no_seam)
+            self.result.seam = f"SKIPPED: {self.no_seam}"
             return
         try:
             with self.journal.step(SEAM_STEP, work=seam.name, deadline_s=seam.deadline_s):
@@ -591,19 +592,30 @@ def close_window(
     limits: dict[str, float],
     progress: Callable[[str, float], None] = lambda _what, _left: None,
     seam: Seam | None = None,
+    no_seam: str = "only the window's own session runs it",
     leave_down: bool = False,
 ) -> CloseResult:
     """End a window from its durable facts. Idempotent: a second call finds nothing to do.
 
     `seam` runs on production once it is proved itself and before the HOLD goes, where the window
     planned one (`limits["seam_s"]`, seconds); a caller that has none (the keeper, `recover`) skips
-    it and says so. With `leave_down` production stays down for the chain's next window; whatever
-    keeps that from being safe restores it. `progress` gets what is being done and the seconds left
-    where they are known. Signals must be deferred by the caller. Never raises; what went wrong is
-    in the result.
+    it and says why: `no_seam`. With `leave_down` production stays down for the chain's next window;
+    whatever keeps that from being safe restores it. `progress` gets what is being done and the
+    seconds left where they are known. Signals must be deferred by the caller. Never raises; what
+    went wrong is in the result.
     """
     closer = _Closer(
-        target, window_id, folder, campaign, journal, lease, limits, progress, seam, leave_down
+        target,
+        window_id,
+        folder,
+        campaign,
+        journal,
+        lease,
+        limits,
+        progress,
+        seam,
+        no_seam,
+        leave_down,
     )
     result = closer.run()
     result.open = result.production_down or (

@@ -572,6 +572,7 @@ class WindowRun:
                 limits=self._record.limits,
                 progress=self._progress,
                 seam=self.seam if self.stop_reason is None else None,
+                no_seam="the window was stopped" if self.stop_reason else "nothing was handed over",
                 leave_down=self._leaves_down(),
             )
             if self._closed.abort_due:

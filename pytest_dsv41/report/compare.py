@@ -19,6 +19,7 @@ from .model import (
     interval_text,
     number_text,
     percent_text,
+    quality_rows,
     series_rows,
 )
 from .terminal import print_text, safe, verdict_text
@@ -81,6 +82,10 @@ class Comparison:
                     "id": files.id,
                     "status": files.status,
                     "exit_code": files.summary.exit_code if files.summary else None,
+                    "quality": [
+                        {"arm": arm, "cell": cell, "verdict": verdict, "reason": reason}
+                        for arm, cell, verdict, reason in _quality(files)
+                    ],
                 }
                 for files in (self.first, self.second)
             ],
@@ -136,6 +141,10 @@ def _differences(first: WindowFiles, second: WindowFiles) -> Iterator[str]:
             yield f"{name}: {_short(one.get(name))} / {_short(two.get(name))}"
 
 
+def _quality(files: WindowFiles) -> tuple[tuple[str, str, str, str], ...]:
+    return quality_rows(files.summary) if files.summary else ()
+
+
 def _facts(first: WindowFiles, second: WindowFiles, name: str) -> tuple[Any, Any]:
     return getattr(first.summary, name, None), getattr(second.summary, name, None)
 
@@ -168,6 +177,16 @@ def render_comparison(
                 f"  exit {code}" if code is not None else "  no summary",
             )
         )
+        parts += [
+            Text.assemble(
+                ("   quality ", "dim"),
+                safe(f"{arm}, {cell}:"),
+                " ",
+                verdict_text(verdict),
+                safe(f": {reason}"),
+            )
+            for arm, cell, verdict, reason in _quality(files)
+        ]
     table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("cell / series", overflow="fold", min_width=19)
     for title in ("gain A", "95 % interval A", "gain B", "95 % interval B", "control"):

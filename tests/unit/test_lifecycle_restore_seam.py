@@ -215,7 +215,7 @@ def test_a_caller_without_the_work_skips_it_and_says_so(tmp_path: Path) -> None:
     gone_down(tmp_path)
     closed = closed_with(tmp_path, None)
     assert_given_back(tmp_path, closed)
-    assert closed.seam == "SKIPPED: only the window's own session, not stopped, runs it"
+    assert closed.seam == "SKIPPED: only the window's own session runs it"
     assert ends(tmp_path) == AFTER
 
 

