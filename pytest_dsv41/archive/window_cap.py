@@ -230,8 +230,11 @@ def _both_arms(window: _Window) -> list[str]:
         decision = summary.get("decision")
         cells = decision.get("decision_cells") if isinstance(decision, Mapping) else None
     measured: dict[str, set[bool]] = {}
-    for line in read_values(window.folder):
-        control = role_of(window.folder, str(line.get("arm"))) == "control"
+    values = read_values(window.folder)
+    arms = {str(line.get("arm")) for line in values}
+    controls = {arm for arm in arms if role_of(window.folder, arm) == "control"}
+    for line in values:
+        control = str(line.get("arm")) in controls
         measured.setdefault(str(line.get("cell")), set()).add(control)
     named: Sequence[Any] = cells if isinstance(cells, list) else list(measured)
     return [str(cell) for cell in named if len(measured.get(str(cell), ())) == 2]

@@ -18,9 +18,18 @@ from ..errors import UsageError
 from ..text import one_line
 
 if TYPE_CHECKING:
+    from ..archive import Head
     from ..archive.history import Backfill
 
-__all__ = ["HELP", "clock_arguments", "configure", "print_backfill", "run"]
+__all__ = [
+    "HELP",
+    "checkpoint_argument",
+    "clock_arguments",
+    "configure",
+    "known_heads",
+    "print_backfill",
+    "run",
+]
 
 HELP = "the control archive: head, append, verify, query, spread, plot, migrate"
 
@@ -59,11 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="default: control-archive.jsonl of the window's campaign, else beside its folder",
     )
-    append.add_argument(
-        "--no-checkpoints",
-        action="store_true",
-        help="append although the archive lacks rows that the campaign's summaries know",
-    )
+    checkpoint_argument(append)
     clock_arguments(append)
 
     verify = action(
@@ -129,6 +134,24 @@ def _archive(parser: argparse.ArgumentParser) -> None:
         default="dsv41-windows/control-archive.jsonl",
         help="the archive's file (default: %(default)s)",
     )
+
+
+def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+    """Add how an append is held against what the campaign remembers."""
+    parser.add_argument(
+        "--no-checkpoints",
+        action="store_true",
+        help="append although the archive lacks rows that the campaign's summaries know",
+    )
+
+
+def known_heads(args: argparse.Namespace, archive: Path) -> list[Head]:
+    """Return the heads that the summaries beside an archive know of it."""
+    from ..archive.verify import read_checkpoints
+
+    if args.no_checkpoints:
+        return []
+    return [point.head for point in read_checkpoints([archive.parent], archive)]
 
 
 def clock_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,18 +225,16 @@ def _archive_of(folder: Path) -> Path:
 
 def _append(args: argparse.Namespace) -> int:
     from ..archive.history import backfill
-    from ..archive.verify import read_checkpoints
 
     for name in args.folder:
         folder = Path(name)
         archive = Path(args.archive) if args.archive else _archive_of(folder)
-        known = [] if args.no_checkpoints else read_checkpoints([archive.parent], archive)
         done = backfill(
             archive,
             [folder],
             clock_log=args.clock_log,
             hosts=args.hosts,
-            checkpoints=[point.head for point in known],
+            checkpoints=known_heads(args, archive),
         )
         print_backfill(done)
     return 0

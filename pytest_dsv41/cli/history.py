@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..text import one_line
-from .archive import clock_arguments, print_backfill
+from .archive import checkpoint_argument, clock_arguments, known_heads, print_backfill
 
 if TYPE_CHECKING:
     from ..decision_v2 import Decision
@@ -35,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fill.set_defaults(work=_backfill)
     fill.add_argument("--archive", metavar="FILE", required=True, help="the archive's file")
     fill.add_argument("folders", metavar="WINDOW", nargs="+", help="window folders")
+    checkpoint_argument(fill)
     clock_arguments(fill)
     again = actions.add_parser(
         "reanalyze", help="decide an old window again, one decision per arm", allow_abbrev=False
@@ -73,7 +74,13 @@ def run(args: argparse.Namespace) -> int:
 def _backfill(args: argparse.Namespace) -> int:
     from ..archive.history import backfill
 
-    done = backfill(args.archive, args.folders, clock_log=args.clock_log, hosts=args.hosts)
+    done = backfill(
+        args.archive,
+        args.folders,
+        clock_log=args.clock_log,
+        hosts=args.hosts,
+        checkpoints=known_heads(args, Path(args.archive)),
+    )
     print_backfill(done)
     return 0
 
@@ -89,8 +96,9 @@ def _reanalyze(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such window folder")
     values = read_values(folder)
-    control = [line for line in values if role_of(folder, str(line.get("arm"))) == "control"]
-    arms = sorted({str(line.get("arm")) for line in values if line not in control})
+    named = {str(line.get("arm")) for line in values}
+    arms = sorted(arm for arm in named if role_of(folder, arm) != "control")
+    control = [line for line in values if str(line.get("arm")) not in arms]
     if not control or not arms:
         raise UsageError(f"{folder}: values.jsonl has no measured control and other arm")
     results: dict[str, Any] = {}

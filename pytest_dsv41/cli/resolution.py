@@ -70,15 +70,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the half-width, the answer, and the least designs that would queue."""
-    from ..decision_v2 import Refused, parse_design, queue
+    from ..decision_v2 import Refused, parse_design, queue, spread_metric
 
     try:
         parse_design(args.design)
-        spread = _spread(args)
+        estimated_from = spread_metric(args.design, args.metric)
+        spread = _spread(args, estimated_from)
         diff_cv, source = _diff_cv(args)
         cv = spread.cv_within if spread is not None else None
         answer = queue(args.design, args.expected_gain, cv=cv, diff_cv=diff_cv)
-        least = _least(args.expected_gain, cv, diff_cv)
+        least = {
+            kind: design
+            for kind, design in _least(args.expected_gain, cv, diff_cv).items()
+            # Another kind of design would be judged by another metric's spread.
+            if (diff_cv is not None and kind != "unpaired")
+            or spread_metric(kind, args.metric) == estimated_from
+        }
     except Refused as error:
         raise UsageError(str(error)) from None
     seconds = args.estimated_s
@@ -105,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     return 2 if answer.verdict == "REFUSE" else 0
 
 
-def _spread(args: argparse.Namespace) -> Spread | None:
+def _spread(args: argparse.Namespace, metric: str) -> Spread | None:
     """Return the spread of the one definition that the arguments pick."""
     from ..archive import archive_spread, archive_spreads
 
@@ -119,7 +126,7 @@ def _spread(args: argparse.Namespace) -> Spread | None:
         where["max_tokens"] = args.max_tokens
     if args.clock is not None:
         where["clock_cap_mhz"] = args.clock
-    known = archive_spreads(path, args.cell, args.metric)
+    known = archive_spreads(path, args.cell, metric)
     for field, given in (("commit", args.commit), ("prompt_sha256", args.prompt)):
         if given is None:
             continue
@@ -129,7 +136,7 @@ def _spread(args: argparse.Namespace) -> Spread | None:
             shown = ", ".join(value[:12] for value in matching)
             raise UsageError(f"--{field.partition('_')[0]} {given}: is ambiguous: {shown}")
         where[field] = matching[0] if matching else given.lower()
-    return archive_spread(path, args.cell, args.metric, where)
+    return archive_spread(path, args.cell, metric, where)
 
 
 def _diff_cv(args: argparse.Namespace) -> tuple[float | None, str | None]:
@@ -228,10 +235,10 @@ def _print(result: dict[str, Any]) -> None:
     if result["cv"] is not None:
         definition = result["definition"]
         print(
-            f"  CV of one repeat {100 * result['cv']:.2f} %, from {result['archive_rows']} rows of "
-            f"{result['archive_windows']} windows: {definition['max_tokens']} tokens, "
-            f"{definition['clock_cap_mhz']} MHz, commit {definition['commit'][:12]}, prompt "
-            f"{definition['prompt_sha256'][:12]}"
+            f"  CV of one repeat of {definition['metric']} {100 * result['cv']:.2f} %, from "
+            f"{result['archive_rows']} rows of {result['archive_windows']} windows: "
+            f"{definition['max_tokens']} tokens, {definition['clock_cap_mhz']} MHz, "
+            f"commit {definition['commit'][:12]}, prompt {definition['prompt_sha256'][:12]}"
         )
     for kind, least in result["least"].items():
         if least["design"] is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -305,15 +307,16 @@ def check_either(archive: Path, before: bytes, rows: list[Row]) -> bool:
     return True
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EINTR])
 def test_any_effect_that_fails_leaves_the_old_or_the_new_archive(
-    campaign: tuple[Path, list[Row]],
+    campaign: tuple[Path, list[Row]], number: int
 ) -> None:
     folder, rows = campaign
     archive = folder / NAME
     write_old(archive, rows, V3, "v3")
     before = archive.read_bytes()
     for n in range(1, 30):
-        disk = FaultyDisk(n, OSError(28, "No space left on device"), half=bool(n % 2))
+        disk = FaultyDisk(n, OSError(number, os.strerror(number)), half=bool(n % 2))
         try:
             migrate(archive, folders(folder), apply=True, disk=disk)
         except OSError:
@@ -371,19 +374,44 @@ KILLED = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("step", [2, 4, 6, 7, 8])
-def test_sigkill_at_a_step_leaves_the_old_or_the_new_archive(
-    campaign: tuple[Path, list[Row]], step: int
-) -> None:
+def check_kills(
+    campaign: tuple[Path, list[Row]], tmp_path: Path, steps: Sequence[int]
+) -> tuple[int, list[bool]]:
+    """Kill a migration at each of the steps; the last step tried, and which archive it left."""
     folder, rows = campaign
-    archive = folder / NAME
-    write_old(archive, rows, V3, "v3")
-    before = archive.read_bytes()
-    command = [sys.executable, "-c", KILLED, str(archive), str(step), *map(str, folders(folder))]
-    assert subprocess.run(command, check=False).returncode == -9
-    check_either(archive, before, rows)
-    assert migrate(archive, folders(folder), apply=True).problems == ()
-    assert check_either(archive, before, rows)
+    outcomes = []
+    for step in steps:
+        archive = tmp_path / str(step) / NAME
+        archive.parent.mkdir()
+        write_old(archive, rows, V3, "v3")
+        before = archive.read_bytes()
+        words = [str(archive), str(step), *map(str, folders(folder))]
+        done = subprocess.run([sys.executable, "-c", KILLED, *words], check=False)
+        outcomes.append(check_either(archive, before, rows))
+        assert migrate(archive, folders(folder), apply=True).problems == ()
+        assert check_either(archive, before, rows)
+        if done.returncode == 0:
+            break
+        assert done.returncode == -9
+    return step, outcomes
+
+
+def test_sigkill_around_the_rename_leaves_the_old_or_the_new_archive(
+    campaign: tuple[Path, list[Row]], tmp_path: Path
+) -> None:
+    assert check_kills(campaign, tmp_path, (8, 9)) == (9, [False, True])
+
+
+@pytest.mark.slow
+def test_sigkill_at_every_step_leaves_the_old_or_the_new_archive(
+    campaign: tuple[Path, list[Row]], tmp_path: Path
+) -> None:
+    step, outcomes = check_kills(campaign, tmp_path, range(1, 30))
+    # Each effect had its turn; the new archive stands from its rename on.
+    assert step > 6
+    assert outcomes == sorted(outcomes)
+    assert outcomes[0] is False
+    assert outcomes[-1] is True
 
 
 WAITER = textwrap.dedent(
