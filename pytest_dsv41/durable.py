@@ -178,6 +178,16 @@ class FileLock:
                 return True
             os.close(fd)
 
+    def fileno(self) -> int:
+        """The descriptor: a child that inherits it holds the lock for as long as it lives.
+
+        Raises:
+            ValueError: the lock is not held.
+        """
+        if self._fd is None:
+            raise ValueError(f"{self.path}: not held")
+        return self._fd
+
     def held_elsewhere(self) -> bool:
         """Whether another process holds the lock now; takes nothing and creates nothing."""
         if self._fd is not None:

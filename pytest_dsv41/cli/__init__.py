@@ -28,6 +28,7 @@ COMMANDS = {
     "decide": "decide again from a window's folder",
     "dist-gate": "is it still the same model? probe, register a band, judge; 0 PASS, 2 LOSS",
     "experts": "which experts are kept whole, from their Grams; and into a recipe with them",
+    "gate": "commands between named checks, with receipts; 0 done, 1 command, 2 check failed",
     "greedy": "answers at temperature 0 of two arms: identical, near ties, or parted",
     "history": "backfill the archive from old windows, score them again",
     "init": "write a commented window and target file",
@@ -35,6 +36,7 @@ COMMANDS = {
     "kl": "KL references: record, verify, score a candidate, gate: 0 PASS, 2 FAIL",
     "knob-gate": "may a server start under the kernel's limits? 0 yes, 2 no",
     "measure": "measure one request or group against a server",
+    "payload": "a payload against its manifest: count, sizes, sha256; 0 verified, 2 not",
     "recover": "finish a window whose session and keeper died",
     "replay": "an item's values again from its raw record",
     "report": "make a window's junit.xml and report.html again",
@@ -81,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f"{__name__}.{_module(name)}")
             sub.description = module.HELP
             module.configure(sub)
-            sub.set_defaults(run=module.run)
+            # `alone`: this process exists for the command, which may put another in its place.
+            sub.set_defaults(run=module.run, words=tuple(words), alone=argv is None)
     arguments = parser.parse_args(words)
     try:
         return int(arguments.run(arguments))

@@ -1,0 +1,97 @@
+"""`dsv41 payload manifest | verify`: what a payload consists of, and whether it still does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+HELP = "a payload against its manifest: count, sizes, sha256; resumable. 0 verified, 2 not"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
+    made = acts.add_parser(
+        "manifest", help="write the manifest of what lies in a folder", allow_abbrev=False
+    )
+    made.add_argument("folder", type=Path, metavar="DIR")
+    made.add_argument("manifest", type=Path, metavar="MANIFEST", help="the file to write; new")
+    verify = acts.add_parser(
+        "verify", help="hold a folder against its manifest; 0 verified, 2 not", allow_abbrev=False
+    )
+    verify.add_argument("folder", type=Path, metavar="DIR")
+    verify.add_argument("manifest", type=Path, metavar="MANIFEST")
+    verify.add_argument(
+        "--run",
+        dest="step",
+        type=Path,
+        metavar="DIR",
+        help="journal and receipt; default: MANIFEST.run",
+    )
+    verify.add_argument(
+        "--resume", action="store_true", help="do not read again what has not changed since"
+    )
+    for one in (made, verify):
+        one.add_argument(
+            "--ignore",
+            action="append",
+            default=[],
+            metavar="GLOB",
+            help="paths that are no part of it, as '.cache/*'; repeatable",
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen act."""
+    return _manifest(args) if args.act == "manifest" else _verify(args)
+
+
+def _manifest(args: argparse.Namespace) -> int:
+    from ..durable import create_exclusive
+    from ..errors import UsageError
+    from ..payload.manifest import make_manifest
+    from ..payload.shown import Shown
+
+    if args.manifest.exists():
+        raise UsageError(f"{args.manifest}: exists; a manifest is never overwritten")
+    with Shown(sys.stderr) as show:
+        body = make_manifest(
+            args.folder,
+            ignore=args.ignore,
+            progress=lambda text, done, total: show(text, done / total if total else 1.0),
+        )
+    create_exclusive(args.manifest, json.dumps(body, indent=1) + "\n")
+    size = sum(row["bytes"] for row in body["files"])
+    print(f"{args.manifest}: {len(body['files'])} files, {size} bytes")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ..payload.manifest import KIND, verify_payload
+    from ..payload.runner import from_copy, swept
+    from ..payload.shown import Shown
+    from ..payload.step import Step
+
+    folder = args.step or args.manifest.with_name(f"{args.manifest.name}.run")
+    code = from_copy(folder, args.words) if args.alone else ""
+    with swept(folder), Step(folder, KIND, code=code) as step, Shown(sys.stderr) as show:
+        found = verify_payload(
+            args.folder,
+            args.manifest,
+            step,
+            resume=args.resume,
+            ignore=args.ignore,
+            progress=lambda text, done, total: show(text, done / total if total else 1.0),
+        )
+    for problem in found.problems:
+        print(f"WRONG {problem}", file=sys.stderr)
+    for note in found.notes:
+        print(note)
+    if found.problems:
+        print(f"{args.folder}: NOT VERIFIED: {len(found.problems)} findings", file=sys.stderr)
+        return 2
+    print(f"{args.folder}: verified, {found.files} files, {found.hashed} of them read now")
+    print(f"receipt: {folder / 'receipt.json'}")
+    return 0
