@@ -266,6 +266,7 @@ class Lab:
         """Undo every fault: links joined, hosts thawed, and on."""
         broken, self._broken = sorted(self._broken), set()
         for host in broken:
+            self._ballast(host).unlink(missing_ok=True)
             self.join(host)
             if host in self._processes:
                 self.thaw(host)
@@ -273,6 +274,17 @@ class Lab:
                 self.boot(host)
         for host in broken:
             self.wait(host)
+
+    def fill(self, host: str) -> None:
+        """Fill the host's disk to its last byte."""
+        self._broken.add(host)
+        with contextlib.suppress(OSError), self._ballast(host).open("wb") as file:
+            while True:
+                file.write(b"x" * 65536)
+                file.flush()
+
+    def _ballast(self, host: str) -> Path:
+        return self.folder / f"{host}.disk" / "ballast"
 
     def reset_links(self, host: str) -> None:
         """Kill the ssh sessions of the host: the connection is reset, its commands live on."""

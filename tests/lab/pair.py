@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -156,9 +157,15 @@ class Pair:
             *("-p", "no:cacheprovider", "-p", "no:randomly", *words),
         ]
 
-    def start(self, *words: str, window: Path | None = None) -> subprocess.Popen[str]:
-        """Start a window in a process of its own."""
+    def start(self, *words: str, window: Path | None = None, at: str = "") -> subprocess.Popen[str]:
+        """Start a window in a process of its own; `at`, it waits for `go` (see lab_fault)."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        if at:
+            words = ("-p", "lab_fault", *words)
+            kept |= {"LAB_FAULT_AT": at, "LAB_FAULT_FOLDER": str(self.folder)}
+            kept["PYTHONPATH"] = str(Path(__file__).parent)
+            for name in ("reached", "go"):
+                (self.folder / name).unlink(missing_ok=True)
         self.campaign.mkdir(exist_ok=True)
         return subprocess.Popen(
             self.argv(*words, window=window),
@@ -175,6 +182,34 @@ class Pair:
         with self.start(*words, window=window) as process:
             output, _ = process.communicate(timeout=300.0)
         return Ended(process.returncode, output, self.campaign)
+
+    def reached(self, process: subprocess.Popen[str]) -> None:
+        """Wait until the window stands at its step."""
+        while not (self.folder / "reached").exists():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.005)
+
+    def go(self) -> None:
+        """Let the window go on."""
+        (self.folder / "go").touch()
+
+    def keepers_end(self) -> None:
+        """Wait until no keeper lives."""
+        _, alive = psutil.wait_procs(self.keepers(), timeout=240.0)
+        assert not alive, "a keeper did not end"
+
+    def settle(self) -> list[str]:
+        """Follow the next command that `dsv41 status` names until it says CLEAN; those it named."""
+        followed: list[str] = []
+        while (facts := self.status())["answer"] != "CLEAN":
+            command = shlex.split(facts["command"])
+            assert command[:1] == ["dsv41"], facts
+            assert len(followed) < 3, (followed, facts)
+            followed.append(command[1])
+            if command[1] == "recover":
+                done = self.dsv41("recover")
+                followed.append(f"exit {done.returncode}")
+        return followed
 
     def dsv41(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command of the project on the campaign."""

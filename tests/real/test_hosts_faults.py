@@ -1,0 +1,110 @@
+"""A sample of the fault matrix on real hosts: what breaks, where, and production comes back.
+
+The whole matrix runs on simulated hosts (tests/rehearsal). Here a kill is SIGKILL, a partition is a
+link that is down, a reboot is a machine that boots, a full disk has no byte left.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.lab.lab import HOSTS
+from tests.lab.pair import Pair
+
+pytestmark = pytest.mark.slow
+
+KILLED_AT = [
+    "keeper:end",
+    "hold:begin",
+    "hold:end",
+    "capture:end",
+    "intent:end",
+    "production-stop:begin",
+    "production-stop:end",
+    "start:X:begin",
+    "start:X:end",
+    "stop:X:end",
+    "experiment-stop:end",
+    "restore-start:end",
+    "hold-close:begin",
+    "watch:begin",
+]
+BROKEN_AT = [
+    ("partition", "alpha", "hold:begin"),
+    ("partition", "beta", "hold:end"),
+    ("partition", "alpha", "production-stop:begin"),
+    ("partition", "beta", "start:X:end"),
+    ("partition", "alpha", "restore-start:begin"),
+    ("partition", "beta", "hold-close:begin"),
+    ("reboot", "alpha", "capture:end"),
+    ("reboot", "beta", "production-stop:end"),
+    ("reboot", "alpha", "start:C1:end"),
+    ("reboot", "both", "start:X:end"),
+    ("reboot", "both", "restore-start:begin"),
+    ("reboot", "alpha", "watch:begin"),
+    ("full disk", "alpha", "hold:begin"),
+    ("full disk", "beta", "start:C1:begin"),
+    ("full disk", "alpha", "restore-start:begin"),
+    ("full disk", "beta", "hold-close:begin"),
+]
+
+
+def break_it(pair: Pair, fault: str, host: str) -> None:
+    for name in HOSTS if host == "both" else (host,):
+        if fault == "partition":
+            pair.lab.cut(name)
+        elif fault == "full disk":
+            pair.lab.fill(name)
+        else:
+            pair.lab.crash(name)
+    pair.lab.mend() if fault == "reboot" else None
+
+
+def finished_starts(pair: Pair) -> set[str]:
+    """The control starts of which every planned item was measured."""
+    folder = next(path for path in pair.campaign.iterdir() if "-W-" in path.name)
+    values = folder / "values.jsonl"
+    rows = [json.loads(line) for line in values.read_text().splitlines()] if values.exists() else []
+    done = [row["start"] for row in rows if row["outcome"] == "measured"]
+    return {start for start in ("C1", "C2") if done.count(start) == 2}
+
+
+def assert_archived_once(pair: Pair) -> None:
+    """The rows of the finished starts are in the archive, each once."""
+    path = pair.campaign / "control-archive.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    keys = [(r["cell"], r["metric"], r["start"], r["repeat"]) for r in rows if "cell" in r]
+    assert len(keys) == len(set(keys))
+    assert {key[2] for key in keys} == finished_starts(pair)
+
+
+@pytest.mark.parametrize("at", KILLED_AT)
+def test_the_coordinator_is_killed(pair: Pair, at: str) -> None:
+    with pair.start(at=at) as process:
+        pair.reached(process)
+        process.kill()
+        process.communicate()
+    pair.keepers_end()
+    pair.settle()
+    assert_archived_once(pair)
+    pair.assert_serving_and_nothing_left()
+
+
+@pytest.mark.parametrize(("fault", "host", "at"), BROKEN_AT)
+def test_a_host_breaks(pair: Pair, fault: str, host: str, at: str) -> None:
+    with pair.start(at=at) as process:
+        pair.reached(process)
+        break_it(pair, fault, host)
+        pair.go()
+        # Within two minutes it has ended, with production back or with an alert.
+        output, _ = process.communicate(timeout=120.0)
+    pair.keepers_end()
+    facts = pair.status()
+    assert facts["answer"] == "CLEAN" or facts["command"], facts
+    pair.lab.mend()
+    pair.settle()
+    assert process.returncode in (0, 12, 13, 20, 21), output
+    assert_archived_once(pair)
+    pair.assert_serving_and_nothing_left()
