@@ -23,7 +23,7 @@ from pytest_dsv41.engines import LlamaCpp, Radiance, Vllm
 from pytest_dsv41.errors import SpecError
 from pytest_dsv41.lifecycle.finish import EXIT_ALERT, EXIT_DOWN
 from pytest_dsv41.measure.record import replay
-from pytest_dsv41.targets import TargetContext, endpoints, local, local_target
+from pytest_dsv41.targets import TargetContext, endpoints, local, local_target, spark_pair
 from pytest_dsv41.window.verdict import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +132,14 @@ def test_every_key_of_the_targets() -> None:
     assert set(local._Production.model_fields) - set(local._Server.model_fields) == {"serve"}
     keys = names(section("## Target `endpoints`"), "key")
     assert set(keys) == set(endpoints._Table.model_fields)
+    text = section("## Target `spark-pair`")
+    tables = [set(names(part, "key")) for part in text.split("Keys of ")]
+    assert tables == [
+        set(spark_pair._Table.model_fields),
+        set(spark_pair._HostTable.model_fields),
+        set(spark_pair._Production.model_fields),
+    ]
+    assert set(spark_pair._Server.model_fields) < set(spark_pair._Production.model_fields)
 
 
 def test_every_placeholder(tmp_path: Path) -> None:

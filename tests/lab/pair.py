@@ -44,8 +44,7 @@ target = "target.toml"
 lane = "LAB"
 name = "{name}"
 hypothesis = "A shorter round saves 20 % of the time per round."
-schedule = "C/X/C"
-repeats = {{control = 2, fast = 3}}
+{design}
 start_estimate_s = 1.0
 
 [arms.control]
@@ -58,7 +57,6 @@ args = ["--round-ms", "1.6"]
 
 [[cells]]
 name = "decode-b1"
-decision = true
 primary = "ms_per_round"
 estimated_s = 0.3
 
@@ -69,6 +67,17 @@ stop_s = 10
 watch_s = {watch_s}
 quiet_s = 10
 window_s = {window_s}
+"""
+
+_DECIDING = """\
+schedule = "C/X/C"
+repeats = {control = 2, fast = 3}
+"""
+# The shortest that has a control start, a candidate start and a way from one to the other.
+_REPORT = """\
+kind = "report"
+schedule = "C/X"
+repeats = 1
 """
 
 
@@ -85,12 +94,22 @@ class Pair:
             host.write("/usr/local/bin/nvidia-smi", _NVIDIA_SMI)
             host.run(["chmod", "755", "/usr/local/bin/nvidia-smi"], name="chmod", deadline_s=10.0)
         (folder / "target.toml").write_text(self._target_text())
-        self.window = self.write_window("pair")
+        self.window = self.write_window("short")
 
-    def write_window(self, name: str, *, watch_s: float = 1.0, window_s: float = 180.0) -> Path:
+    def write_window(
+        self, name: str, *, deciding: bool = False, watch_s: float = 1.0, window_s: float = 180.0
+    ) -> Path:
         """Write a window file and return its path."""
         path = self.folder / f"{name}.toml"
-        path.write_text(_WINDOW.format(name=name, watch_s=watch_s, window_s=window_s))
+        text = _WINDOW.format(
+            name=name,
+            design=_DECIDING if deciding else _REPORT,
+            watch_s=watch_s,
+            window_s=window_s,
+        )
+        if deciding:
+            text = text.replace("[[cells]]\n", "[[cells]]\ndecision = true\n")
+        path.write_text(text)
         return path
 
     def _target_text(self) -> str:

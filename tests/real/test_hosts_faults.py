@@ -40,12 +40,12 @@ BROKEN_AT = [
     ("partition", "beta", "hold-close:begin"),
     ("reboot", "alpha", "capture:end"),
     ("reboot", "beta", "production-stop:end"),
-    ("reboot", "alpha", "start:C1:end"),
+    ("reboot", "alpha", "start:C:end"),
     ("reboot", "both", "start:X:end"),
     ("reboot", "both", "restore-start:begin"),
     ("reboot", "alpha", "watch:begin"),
     ("full disk", "alpha", "hold:begin"),
-    ("full disk", "beta", "start:C1:begin"),
+    ("full disk", "beta", "start:C:begin"),
     ("full disk", "alpha", "restore-start:begin"),
     ("full disk", "beta", "hold-close:begin"),
 ]
@@ -63,12 +63,12 @@ def break_it(pair: Pair, fault: str, host: str) -> None:
 
 
 def finished_starts(pair: Pair) -> set[str]:
-    """The control starts of which every planned item was measured."""
+    """The control start, if its one item was measured."""
     folder = next(path for path in pair.campaign.iterdir() if "-W-" in path.name)
     values = folder / "values.jsonl"
     rows = [json.loads(line) for line in values.read_text().splitlines()] if values.exists() else []
     done = [row["start"] for row in rows if row["outcome"] == "measured"]
-    return {start for start in ("C1", "C2") if done.count(start) == 2}
+    return {"C"} & set(done)
 
 
 def assert_archived_once(pair: Pair) -> None:
@@ -102,7 +102,9 @@ def test_a_host_breaks(pair: Pair, fault: str, host: str, at: str) -> None:
         output, _ = process.communicate(timeout=120.0)
     pair.keepers_end()
     facts = pair.status()
-    assert facts["answer"] == "CLEAN" or facts["command"], facts
+    # Where nothing of ours is open, a host that cannot be seen is UNKNOWN, and nothing is to do.
+    nothing_open = facts["answer"] in ("CLEAN", "UNKNOWN") and not facts["intent"]
+    assert nothing_open or facts["command"], facts
     pair.lab.mend()
     pair.settle()
     assert process.returncode in (0, 12, 13, 20, 21), output

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_window_of_three_starts_on_two_hosts(pair: Pair) -> None:
-    ended = pair.run()
+    ended = pair.run(window=pair.write_window("pair", deciding=True))
     assert ended.returncode == 0, ended.output
     summary = ended.summary
     assert summary["status"] == "CANDIDATE"
