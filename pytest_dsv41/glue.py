@@ -29,7 +29,9 @@ from .engines import ENGINES
 from .errors import Dsv41Error, MeasurementFailed, MeasurementRefused, SpecError, StartFailed
 from .errors import UsageError as OurUsageError
 from .lifecycle.chain import ChainUse
+from .lifecycle.closing import CloseResult
 from .lifecycle.finish import ARCHIVE_NAME, refuse_window
+from .lifecycle.marker import marker_path
 from .lifecycle.record import TargetRecord
 from .lifecycle.session import State, WindowRun, as_arm
 from .measure import METRICS, prompt_identity
@@ -401,12 +403,18 @@ class WindowPlugin:
             # A JUnit file of the user's own names the reason; the terminal says it once, below.
             self._report(_OPEN, "failed", f"REFUSED: {reason}")
         rules = self.run.process_rules if self.run else None
-        closed = aborted.closed if aborted else None
+        closed = aborted.closed if aborted else self._passed_over()
         self.summary = refuse_window(self.folder, self.plan, self._record(), reason, rules, closed)
         self.code = self.summary.exit_code
         if aborted is not None:
             self.notes.append(f"the chain was ended: {aborted.line}")
         self._views()
+
+    def _passed_over(self) -> CloseResult | None:
+        """A window that its chain goes on without leaves production to the chain."""
+        if self.run is None or not self.run.passed_over or not self.run.chain.requested:
+            return None
+        return CloseResult.of_chain() if marker_path(self.run.campaign).exists() else None
 
     def _deadline_reached(self) -> None:
         self.signals.reason = "the window's deadline has passed"

@@ -42,6 +42,7 @@ COMMANDS = {
     "report": "make a window's junit.xml and report.html again",
     "resolution": "can this design resolve the expected gain? 0 QUEUE, 2 REFUSE",
     "schema": "print the JSON schema of a summary or a window file",
+    "smoke": "does an arm come up? start, ask, stop; counted nowhere",
     "status": "the facts of a campaign, what they mean, the exact next command",
     "stub": "the embedded stub server",
     "watchdog": "one look at a campaign for a timer: alert, recover a stopped chain once",

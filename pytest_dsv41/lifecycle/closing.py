@@ -29,6 +29,7 @@ from ..hosts.local import boottime
 from ..targets import Target
 from ..text import one_line
 from ..window.summary import CHAINED, RESTORE_CHAINED
+from .dropped import forget_dropped
 from .hold import Hold, HoldState
 from .intent import Intent, clear_intent, read_intent, write_intent
 from .journal import Journal
@@ -81,6 +82,11 @@ class CloseResult:
     """CHAINED, ENDED or ENDED WITH ALERT; None outside a chain, or when its end was not reached."""
     abort_due: bool = False
     """A chained window ended before its HOLD: production is down by the chain, which must end."""
+
+    @classmethod
+    def of_chain(cls) -> CloseResult:
+        """Production stays down for the chain's next window."""
+        return cls(restore={"status": RESTORE_CHAINED, "reason": ""}, chain=CHAINED)
 
     @property
     def clean(self) -> bool:
@@ -578,6 +584,7 @@ def end_chain(
     if not attempt("marker-clear", lambda: remove_marker(campaign, owner)):
         return None, [*alerts, "the chain's marker could not be removed"]
     attempt("chain-records-clear", lambda: clear_beside(campaign))
+    attempt("dropped-clear", lambda: forget_dropped(campaign))
     return (CHAIN_ENDED_WITH_ALERT if left else CHAIN_ENDED), alerts
 
 

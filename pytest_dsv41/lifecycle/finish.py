@@ -176,7 +176,7 @@ def finish_abort(folder: Path, closed: CloseResult) -> Summary:
     """Write the summary of a chain's recovery or end by hand; the next gate accepts it."""
     record = read_record(folder)
     journal = Journal(folder)
-    kind, lines = journal.mode(), journal.lines()
+    kind, lines = "end" if journal.mode() == "end" else "abort", journal.lines()
     ended = closed.chain in (CHAIN_ENDED, CHAIN_ENDED_WITH_ALERT)
     code = EXIT_DOWN if closed.production_down else EXIT_ALERT
     if closed.clean and ended:

@@ -141,7 +141,7 @@ def _unfit(summary: Summary, campaign: Path) -> list[str]:
     if summary.chain == CHAINED:
         if marker is None:
             return [f"{identity} left production to its chain, and no marker lies here"]
-        if marker.window != summary.window.id:
+        if marker.window != summary.window.id and summary.status != "REFUSED":
             return [f"the marker is {one_line(marker.window)}'s, not {identity}'s"]
         return []
     if marker is not None:

@@ -89,7 +89,8 @@ def recover_window(
                 if marker is not None:
                     write_refused(campaign, marker, f"{record.window} ended before its HOLD")
             closed = abort(campaign, folder / "chain-abort", lease=lease).closed
-        if journal.mode() in ("abort", "end"):
+        if not (folder / "plan.json").exists():
+            # A recovery, or an end by hand: it has measured nothing.
             return finish_abort(folder, closed)
         return finish_window(folder, journal, closed, stopped=stopped or None)
     finally:

@@ -46,6 +46,7 @@ from .chain import (
     production_snapshot,
 )
 from .closing import CloseResult, close_window
+from .dropped import dropped_arms
 from .finish import ARCHIVE_NAME, Rule, finish_window
 from .hold import Hold, HoldState
 from .intent import Intent, read_intent, write_intent
@@ -56,6 +57,7 @@ from .marker import here, marker_path, read_marker, write_refused
 from .production import capture
 from .record import TargetRecord, register_window
 from .seam import Seam
+from .smoke_start import TargetBackend, x_first
 
 __all__ = ["SINGLE", "State", "WindowRun", "as_arm"]
 
@@ -117,6 +119,8 @@ class WindowRun:
         self.chain = chain
         self.mode = Mode.SINGLE
         self.aborted: Aborted | None = None
+        self.passed_over = False
+        """Whether the chain goes on without this window, which was not started."""
         self.broken: dict[str, str] = {}
         self.seam: Seam | None = None
         """What the session does in the restore's seam; it counts only where one was planned."""
@@ -228,7 +232,7 @@ class WindowRun:
         """Whether the chain that this window belongs to has to be brought to its end."""
         marker = marker_path(self.campaign).exists()
         action = end_action(stopped=True, hold_written=False, marker=marker, use=self.chain)
-        return action == "abort"
+        return action == "abort" and not self.passed_over
 
     def abort_chain(self) -> Aborted | None:
         """After a refused opening: end the chain that left production down; None without one.
@@ -283,12 +287,26 @@ class WindowRun:
     def _admit(self) -> None:
         """Read the facts and refuse; writes nothing outside the window's own folder."""
         self._build()
+        self._not_dropped()
         refused = self._ask()
         if refused is not None:
             raise RefusedByWorld(refused)
         for reason in self._world_refusals():
             raise RefusedByWorld(reason)
         self._write_facts()
+
+    def _not_dropped(self) -> None:
+        """Refuse a window whose candidate failed its smoke at the chain's head.
+
+        The chain goes on without this window, unless it was to be the last.
+        """
+        window = f"{self.plan.window.lane}-{self.plan.window.name}"
+        known = dropped_arms(self.campaign)
+        for arm in self.plan.window.candidates:
+            why = known.get((window, arm.name))
+            if why is not None:
+                self.passed_over = not self.chain.last
+                raise RefusedByWorld(f"{arm.name} was dropped at the chain's head: {why}")
 
     def _world_refusals(self) -> list[str]:
         target = self.target
@@ -378,6 +396,34 @@ class WindowRun:
                 target.stop_production()
         self._show(production="down")
         self._quiet("quiet")
+        if self.plan.spec.get("smoke") == "x-first":
+            self._smoke()
+
+    def _smoke(self) -> None:
+        """Smoke every candidate as the window's first start; one that fails ends the window.
+
+        Raises:
+            WindowStopped: an arm failed.
+            Dsv41Error: an arm could not be stopped; the HOLD stays until the close restores.
+        """
+        backend = TargetBackend(self.target, self._arms)
+        for arm in self.plan.spec["arms"]:
+            if arm["role"] != "candidate":
+                continue
+            self._still_ours()
+            self.pause(0)
+            with self.journal.step(f"smoke:{arm['name']}") as detail:
+                found = x_first(
+                    backend,
+                    arm["name"],
+                    progress=lambda what, left: self._show(phase=what, seconds_left=left or None),
+                )
+                detail.update(passed=found.passed, failed=found.failed, why=found.reason)
+            append_json_line(self.folder / "smoke.jsonl", found.to_json())
+            self._quiet(f"quiet:smoke:{arm['name']}")
+            if not found.passed:
+                raise WindowStopped(found.line)
+        self._show(seconds_left=None)
 
     def _admit_again(self) -> None:
         """Under the HOLD, production must be as it was found; silent only in a chain.

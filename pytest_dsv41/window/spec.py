@@ -263,6 +263,8 @@ class WindowSpec(_Frozen):
     pairing: Pairing
     interleave: bool
     by_profile: bool
+    smoke: str = ""
+    """`x-first`: each candidate arm is smoked before the first control start; empty: none is."""
     start_sd: dict[str, float] = Field(default_factory=dict)
     """Registered between-start SD (a fraction) of seeded pairs, by `<cell>/<metric>`."""
     diff_cv: dict[str, float] = Field(default_factory=dict)
@@ -357,6 +359,7 @@ class _Window(_Table):
     pairing: Pairing | None = None
     interleave: bool = False
     by_profile: bool = False
+    smoke: Literal["", "x-first"] = ""
     start_sd: dict[str, _Fraction] = Field(default_factory=dict)
     diff_cv: dict[str, _Fraction] = Field(default_factory=dict)
     clock_cap_mhz: Annotated[int, AfterValidator(_megahertz)] | None = None
@@ -660,6 +663,7 @@ class _Reader:
             pairing=pairing,
             interleave=window.interleave,
             by_profile=window.by_profile,
+            smoke=window.smoke,
             start_sd=window.start_sd,
             diff_cv=window.diff_cv,
             clock_cap_mhz=window.clock_cap_mhz,

@@ -28,8 +28,9 @@ from pytest_dsv41.errors import (
 )
 from pytest_dsv41.hosts import Host, Placeholder, Probe
 from pytest_dsv41.hosts.fake import FakeHost, FakeWorld
-from pytest_dsv41.lifecycle import production, session
+from pytest_dsv41.lifecycle import finish, production, session
 from pytest_dsv41.lifecycle.chain import ChainUse
+from pytest_dsv41.lifecycle.closing import CloseResult
 from pytest_dsv41.lifecycle.finish import refuse_window
 from pytest_dsv41.lifecycle.lease import Lease
 from pytest_dsv41.lifecycle.record import TargetRecord
@@ -41,7 +42,7 @@ from pytest_dsv41.window.plan import Plan
 from pytest_dsv41.window.summary import Summary
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from window_values import plan_of, values_of
+from window_values import plan_of, values_of, window_text
 
 HOSTS = ("alpha", "beta")
 PRODUCTION, EXPERIMENT = 8000, 8001
@@ -245,6 +246,14 @@ def _owners(host: Host) -> list[str]:
     ]
 
 
+SMALL = window_text(
+    schedule="K/I",
+    repeats="1",
+    more='kind = "report"',
+    cells='[[cells]]\nname = "decode-b1"\nprimary = "ms_per_round"\n',
+)
+
+
 class Killed(BaseException):
     """Stands for SIGKILL of the coordinator."""
 
@@ -269,6 +278,12 @@ class Pair:
     world: FakeWorld
     number: int = 0
     on_step: Callable[[str, str], None] | None = None
+    current: WindowRun | None = None
+    """The window that was driven last, in whatever state it was left."""
+    text: str = ""
+    """A window file of the test's own."""
+    small: bool = False
+    """One start an arm and one repeat: as few acts as a window can have."""
 
     @property
     def campaign(self) -> Path:
@@ -304,7 +319,8 @@ class Pair:
         self.number += 1
         folder = self.root / f"w{self.number}"
         folder.mkdir()
-        plan = dataclasses.replace(plan_of(self.root), window_id=f"L-w-W-{self.number:04d}")
+        text = self.text or (SMALL if self.small else "")
+        plan = dataclasses.replace(plan_of(folder, text), window_id=f"L-w-W-{self.number:04d}")
         return WindowRun(
             plan,
             self.record(plan.window_id, folder),
@@ -329,6 +345,8 @@ class Pair:
             if not run.opened:
                 aborted = run.abort_chain()
                 closed = aborted.closed if aborted else None
+                if run.passed_over:
+                    closed = CloseResult.of_chain()
                 return refuse_window(run.folder, run.plan, run._record, str(error), None, closed)
             run.request_stop(str(error))
         else:
@@ -407,6 +425,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(session, "greedy_answers", ask)
     monkeypatch.setattr(session, "spawn_keeper", lambda *_: FakeKeeper())
     # Order is what these tests are about; the disk's own speed is not.
+    monkeypatch.setattr(finish, "_software", lambda: {"python": "3"})
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
     assert durable.os is os
     yield

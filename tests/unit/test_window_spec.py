@@ -245,7 +245,7 @@ REFUSED = {
         'lane = "DEMO"',
         'lan = "DEMO"',
         "w.toml:2: window.lan: unknown key; did you mean 'lane'?; valid: lane, name, hypothesis, "
-        "kind, schedule, repeats, pairing, interleave, by_profile, start_sd, diff_cv, "
+        "kind, schedule, repeats, pairing, interleave, by_profile, smoke, start_sd, diff_cv, "
         "clock_cap_mhz, seed, out, campaign, cell_modules, start_estimate_s",
     ),
     "missing key": ('lane = "DEMO"\n', "", "w.toml:1: window.lane: missing"),
@@ -338,8 +338,8 @@ REFUSED = {
         "repeats = 3",
         "repeats = 10_000\nseed = 1\n[window.x]",
         "w.toml:8: window.x: unknown key; valid: lane, name, hypothesis, kind, schedule, repeats, "
-        "pairing, interleave, by_profile, start_sd, diff_cv, clock_cap_mhz, seed, out, campaign, "
-        "cell_modules, start_estimate_s",
+        "pairing, interleave, by_profile, smoke, start_sd, diff_cv, clock_cap_mhz, seed, out, "
+        "campaign, cell_modules, start_estimate_s",
     ),
     "pairs of unequal repeats": (
         "repeats = 3",
