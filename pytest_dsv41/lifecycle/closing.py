@@ -583,8 +583,12 @@ def end_chain(
         return None, [*alerts, "what the chain left could not be recorded; its marker stays"]
     if not attempt("marker-clear", lambda: remove_marker(campaign, owner)):
         return None, [*alerts, "the chain's marker could not be removed"]
-    attempt("chain-records-clear", lambda: clear_beside(campaign))
-    attempt("dropped-clear", lambda: forget_dropped(campaign))
+
+    def forget() -> None:
+        clear_beside(campaign)
+        forget_dropped(campaign)
+
+    attempt("chain-records-clear", forget)
     return (CHAIN_ENDED_WITH_ALERT if left else CHAIN_ENDED), alerts
 
 
