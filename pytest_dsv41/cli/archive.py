@@ -7,10 +7,13 @@ it cannot be done), 4 wrong use or a refused row.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,7 @@ __all__ = [
     "clock_arguments",
     "configure",
     "known_heads",
+    "patience",
     "print_backfill",
     "run",
 ]
@@ -195,8 +199,41 @@ def _where(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action and return its exit code."""
-    code: int = args.work(args)
+    with patience(f"archive {args.action}"):
+        code: int = args.work(args)
     return code
+
+
+@contextlib.contextmanager
+def patience(what: str, *, after_s: float = 2.0) -> Iterator[None]:
+    """Say on standard error that work goes on, from `after_s` seconds on.
+
+    A terminal gets one line that renews itself, unless rows are printed on it; anything else a
+    line every ten seconds.
+    """
+    terminal = sys.stderr.isatty()
+    done = threading.Event()
+    began = time.monotonic()
+
+    def tell() -> None:
+        wait = after_s
+        while not done.wait(wait):
+            text = f"{what}: {time.monotonic() - began:.0f} s, at work"
+            line = f"\r\033[K{text}" if terminal else f"{text}\n"
+            print(line, end="", file=sys.stderr, flush=True)
+            wait = 1.0 if terminal else 10.0
+
+    teller = threading.Thread(target=tell, daemon=True)
+    if not (terminal and sys.stdout.isatty() and what.endswith(" query")):
+        teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if teller.ident is not None:
+            teller.join()
+            if terminal:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _existing(text: str) -> Path:

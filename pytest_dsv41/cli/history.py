@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..text import one_line
-from .archive import checkpoint_argument, clock_arguments, known_heads, print_backfill
+from .archive import checkpoint_argument, clock_arguments, known_heads, patience, print_backfill
 
 if TYPE_CHECKING:
     from ..decision_v2 import Decision
@@ -67,7 +67,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action and return its exit code."""
-    code: int = args.work(args)
+    with patience(f"history {args.action}"):
+        code: int = args.work(args)
     return code
 
 

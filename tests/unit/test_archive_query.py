@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import json
+import threading
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pytest_dsv41.archive import archive_append, archive_head, archive_rows, arc
 from pytest_dsv41.archive.drift import chart, svg
 from pytest_dsv41.archive.testing import example_row
 from pytest_dsv41.cli import main
+from pytest_dsv41.cli.archive import patience
 
 HIDDEN = importlib.util.find_spec
 
@@ -195,3 +197,17 @@ def test_a_hostile_window_name_is_harmless_in_the_plot(tmp_path: Path) -> None:
     page = svg([chart(archive_spread(path, "short-b1", "ms_per_round"))])
     assert "<script" not in page
     ElementTree.fromstring(page)
+
+
+def test_long_work_says_that_it_goes_on_and_short_work_says_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with patience("archive verify"):
+        pass
+    assert capsys.readouterr() == ("", "")
+    with patience("archive verify", after_s=0.0):
+        for _ in range(1000):
+            if told := capsys.readouterr().err:
+                break
+            threading.Event().wait(0.01)
+    assert told == "archive verify: 0 s, at work\n"
