@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..text import one_line
 from .model import (
+    QualityRow,
     SeriesRow,
     WindowFiles,
     exit_text,
@@ -83,8 +84,13 @@ class Comparison:
                     "status": files.status,
                     "exit_code": files.summary.exit_code if files.summary else None,
                     "quality": [
-                        {"arm": arm, "cell": cell, "verdict": verdict, "reason": reason}
-                        for arm, cell, verdict, reason in _quality(files)
+                        {
+                            "arm": row.arm,
+                            "cell": row.cell,
+                            "verdict": row.verdict,
+                            "reason": row.reason,
+                        }
+                        for row in _quality(files)
                     ],
                 }
                 for files in (self.first, self.second)
@@ -141,7 +147,7 @@ def _differences(first: WindowFiles, second: WindowFiles) -> Iterator[str]:
             yield f"{name}: {_short(one.get(name))} / {_short(two.get(name))}"
 
 
-def _quality(files: WindowFiles) -> tuple[tuple[str, str, str, str], ...]:
+def _quality(files: WindowFiles) -> tuple[QualityRow, ...]:
     return quality_rows(files.summary) if files.summary else ()
 
 
@@ -180,12 +186,12 @@ def render_comparison(
         parts += [
             Text.assemble(
                 ("   quality ", "dim"),
-                safe(f"{arm}, {cell}:"),
+                safe(f"{row.arm}, {row.cell}:"),
                 " ",
-                verdict_text(verdict),
-                safe(f": {reason}"),
+                verdict_text(row.verdict),
+                safe(f": {row.reason}"),
             )
-            for arm, cell, verdict, reason in _quality(files)
+            for row in _quality(files)
         ]
     table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("cell / series", overflow="fold", min_width=19)

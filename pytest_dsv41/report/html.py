@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from .. import __version__, durable
 from ..text import one_line
+from ..window.summary import Summary
 from .model import (
     SeriesRow,
     WindowFiles,
@@ -105,7 +106,10 @@ def _cells(files: WindowFiles, arms: tuple[str, ...], rows: tuple[SeriesRow, ...
     keys = count()
     cells = []
     several = len({row.arm for row in rows}) > 1
-    names = dict.fromkeys([*files.cells, *(row.cell for row in rows)])
+    # Quality cells and the pilot have no values to plot; they have sections of their own.
+    rows = tuple(row for row in rows if "gate" not in _cell_table(files, row))
+    measured = [cell for cell in files.cells if cell not in files.beside]
+    names = dict.fromkeys([*measured, *(row.cell for row in rows)])
     deciding = set(files.summary.decision_cells) if files.summary else set()
     for cell in names:
         items = files.of(cell)
@@ -152,6 +156,22 @@ def _cells(files: WindowFiles, arms: tuple[str, ...], rows: tuple[SeriesRow, ...
     return cells
 
 
+def _cell_table(files: WindowFiles, row: SeriesRow) -> Mapping[str, Any]:
+    """What the summary says of a row's cell."""
+    decision = files.summary.decisions.get(row.arm, {}) if files.summary else {}
+    cells = decision.get("cells")
+    table = cells.get(row.cell) if isinstance(cells, Mapping) else None
+    return table if isinstance(table, Mapping) else {}
+
+
+def _pilot_rows(summary: Summary) -> list[tuple[str, float | None, float | None]]:
+    """(cell and metric, diff CV, start SD) of the A/A pilot."""
+    pilot = summary.pilot
+    if pilot is None:
+        return []
+    return [(key, cv, pilot.start_sd.get(key)) for key, cv in pilot.diff_cv.items()]
+
+
 def _provisional(files: WindowFiles, arm: str) -> bool:
     """Whether the arm's decision is of an incomplete window and may still have come out else."""
     decisions = files.summary.decisions if files.summary else {}
@@ -188,6 +208,7 @@ def html_page(files: WindowFiles) -> str:
         missing=missing_lines(summary) if summary else (),
         quality=quality_rows(summary) if summary else (),
         pilot=pilot_text(summary) if summary else "",
+        pilot_rows=_pilot_rows(summary) if summary else [],
         archive=archive_text(summary) if summary else "",
         restore=restore_text(summary) if summary else "",
         watch=watch_text(summary) if summary else "",

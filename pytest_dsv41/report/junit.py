@@ -100,8 +100,8 @@ def _properties(files: WindowFiles) -> list[tuple[str, str]]:
             for arm, decision in summary.decisions.items()
         ]
         pairs += [
-            (f"quality.{arm}.{cell}", f"{verdict}: {reason}")
-            for arm, cell, verdict, reason in quality_rows(summary)
+            (f"quality.{row.arm}.{row.cell}", f"{row.verdict}: {row.reason}")
+            for row in quality_rows(summary)
         ]
         if summary.pilot:
             pairs.append(("aa_pilot", pilot_text(summary)))

@@ -25,6 +25,7 @@ __all__ = [
     "NO_SUMMARY",
     "REQUIRED_EFFECT",
     "Item",
+    "QualityRow",
     "SeriesRow",
     "SpreadRow",
     "WindowFiles",
@@ -64,6 +65,8 @@ EXIT_MEANINGS: Final[dict[int, str]] = {
     0: "candidate, or a complete report",
 }
 _SAID_BY_STATUS: Final = frozenset({0, 10, 11})
+
+_BESIDE: Final = frozenset({"quality", "pilot"})
 
 Outcome = Literal["measured", "failed", "refused", "skipped", "missing"]
 _OUTCOMES: Final[tuple[Outcome, ...]] = ("measured", "failed", "refused", "skipped")
@@ -154,6 +157,12 @@ class WindowFiles:
     def candidates(self) -> tuple[str, ...]:
         """The other arms in the order in which they were first planned."""
         return tuple(dict.fromkeys(item.arm for item in self.items if item.arm != self.control))
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The cells that have no values: quality cells, and the A/A pilot."""
+        defined = _tables(self.plan.get("cells"))
+        return tuple(cell for cell in self.cells if defined.get(cell, {}).get("kind") in _BESIDE)
 
     def of(self, cell: str, arm: str | None = None) -> tuple[Item, ...]:
         """Return the items of a cell, of one arm or of all, in run order."""
@@ -515,13 +524,77 @@ def pilot_text(summary: Summary) -> str:
     return "; ".join(parts)
 
 
-def quality_rows(summary: Summary) -> tuple[tuple[str, str, str, str], ...]:
-    """Return (arm, cell, verdict, reason) of every quality cell that was judged."""
+@dataclass(frozen=True)
+class QualityRow:
+    """One quality cell's word on one candidate arm; `facts` is the gate's result."""
+
+    arm: str
+    cell: str
+    verdict: str
+    decides: bool
+    reason: str
+    facts: Mapping[str, Any]
+
+    def tests(self) -> tuple[tuple[str, str, str, str], ...]:
+        """Return (test, candidate, what it is held against, LOSS or no loss) for a table."""
+        facts = self.facts
+        rows = [
+            (
+                "mean KL",
+                number_text(_number(facts, "mean_kl")),
+                f"at most {number_text(_number(facts, 'kl_ceiling'))}; A/A "
+                f"{number_text(_number(facts, 'aa_mean_kl'))}",
+                "LOSS" if facts.get("kl_loss") else "no loss",
+            )
+        ]
+        positions = facts.get("positions")
+        for key, name in (
+            ("top1", "other likeliest tokens"),
+            ("mass", "positions with a common mass below 0.99"),
+        ):
+            test = facts.get(key)
+            if not isinstance(test, Mapping):
+                continue
+            counts = test.get("aa")
+            aa = " ".join(str(count) for count in counts) if isinstance(counts, list) else "–"
+            verdict = "LOSS" if test.get("loss") else "no loss"
+            rows.append(
+                (
+                    name,
+                    f"{test.get('candidate', '–')} of {positions}",
+                    f"A/A {aa}; p {number_text(_number(test, 'p'))}",
+                    verdict if test.get("decides") else "does not decide",
+                )
+            )
+        for name, part in _tables(facts.get("by_subset")).items():
+            rows.append(
+                (
+                    f"mean KL, {name}",
+                    number_text(_number(part, "mean_kl")),
+                    f"A/A {number_text(_number(part, 'aa_mean_kl'))}",
+                    "reported",
+                )
+            )
+        if facts.get("worst_prompt"):
+            worst = number_text(_number(facts, "worst_prompt_kl"))
+            rows.append(("worst prompt", worst, str(facts["worst_prompt"]), "reported"))
+        return tuple(rows)
+
+
+def quality_rows(summary: Summary) -> tuple[QualityRow, ...]:
+    """Return every quality cell that was judged, arm by arm."""
     return tuple(
-        (arm, cell, str(table.get("verdict", "")), str(table.get("reason", "")))
+        QualityRow(
+            arm=arm,
+            cell=cell,
+            verdict=str(table.get("verdict", "")),
+            decides=bool(table.get("decides")),
+            reason=str(table.get("reason", "")),
+            facts=gate,
+        )
         for arm, decision in summary.decisions.items()
         for cell, table in _tables(decision.get("cells")).items()
-        if "gate" in table
+        if isinstance(gate := table.get("gate"), Mapping)
     )
 
 

