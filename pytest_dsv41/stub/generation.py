@@ -14,6 +14,7 @@ from pytest_dsv41.stub.loop import Connection, Gate, Gone, Task, Wait
 from pytest_dsv41.stub.profile import Profile, make_profile
 from pytest_dsv41.stub.shape import Regroup, Shaper
 from pytest_dsv41.stub.spoil import spoil
+from pytest_dsv41.stub.truth import Mark
 from pytest_dsv41.stub.wire import Event, Stream
 
 if TYPE_CHECKING:
@@ -102,7 +103,10 @@ class _Run:
             engine_index=index,
             lag=faults.seconds("metrics-lag") if "metrics-lag" in faults else 0.0,
         )
-        answer.begin(self.job, request.headers.get("x-request-id", ""))
+        name = request.headers.get("x-request-id", "")
+        answer.begin(self.job, name)
+        mark = Mark(self.job.number, "arrived", 0, name)
+        server.truth.sent(connection, mark, connection.arrived_ns, connection.read_ns, 0, 0)
         json_instead = "json-body" in faults
         self.stream: Stream | None = None
         if streamed and not json_instead:

@@ -21,6 +21,7 @@ import heapq
 import itertools
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -32,6 +33,8 @@ _CHUNK = 1 << 18
 _MOST_UNREAD = 64 << 20
 _MOST_UNSENT = 4 << 20
 _IDLE = 0.003
+_SO_TIMESTAMPNS = 35  # asm-generic; the constant is not in every Python
+_TIMESPEC = struct.Struct("@ll")
 _numbers = itertools.count(1)
 
 
@@ -308,11 +311,18 @@ class Connection:
         self.closed = False
         self.answering = False
         self.offset = 0
+        self.arrived_ns = self.read_ns = time.monotonic_ns()
+        """When the last packet that was read came (by the kernel's stamp), and when it was read."""
         self.number = next(_numbers)
         self.task: Task | None = None
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._stamped = False
+        if self._pending is None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+                self._stamped = True
         self._fd = sock.fileno()
         loop.connections.add(self)
         self._watch()
@@ -406,7 +416,7 @@ class Connection:
 
     def _receive(self) -> None:
         try:
-            data = self._sock.recv(_CHUNK)
+            data = self._take()
         except self._not_yet:
             return
         except OSError:
@@ -427,6 +437,20 @@ class Connection:
                 return
         if self.task is not None:
             self.task.wake(READ)
+
+    def _take(self) -> bytes:
+        if not self._stamped:
+            data = self._sock.recv(_CHUNK)
+            self.arrived_ns = self.read_ns = time.monotonic_ns()
+            return data
+        data, control, _flags, _peer = self._sock.recvmsg(_CHUNK, 64)
+        self.arrived_ns = self.read_ns = time.monotonic_ns()
+        for level, kind, value in control:
+            if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS and len(value) >= 16:
+                seconds, nanos = _TIMESPEC.unpack_from(value)
+                lay = time.time_ns() - (seconds * 1_000_000_000 + nanos)
+                self.arrived_ns = self.read_ns - max(0, lay)
+        return data
 
     def _flush(self) -> None:
         before = time.monotonic_ns()

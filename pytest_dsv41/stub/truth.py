@@ -3,7 +3,9 @@
 A line: `request` (the server's number of it, 0 before there is one), `connection`, `kind` (head,
 role, token, finish, usage, done, error, comment, whole, rest …), `tokens` (delivered by this
 write), `offset` and `bytes` in the connection's stream, `before_ns` and `after_ns` around the
-system call. `rest` is the remainder of a write that the kernel did not take at once.
+system call. `rest` is the remainder of a write that the kernel did not take at once. `arrived` is
+no write but the request: `before_ns` is when its last packet came (by the kernel's stamp where
+there is one), `after_ns` when it was read, `id` its x-request-id.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class Mark(NamedTuple):
     request: int
     kind: str
     tokens: int = 0
+    id: str = ""
 
 
 class Truth:
@@ -90,9 +93,9 @@ class Truth:
 def _line(row: tuple[int, object, int, int, int, int]) -> dict[str, Any]:
     connection, mark, before, after, offset, count = row
     if isinstance(mark, Mark):
-        request, kind, tokens = mark
+        request, kind, tokens, name = mark
     else:
-        request, kind, tokens = 0, str(mark or "rest"), 0
+        request, kind, tokens, name = 0, str(mark or "rest"), 0, ""
     return {
         "request": request,
         "connection": connection,
@@ -102,4 +105,5 @@ def _line(row: tuple[int, object, int, int, int, int]) -> dict[str, Any]:
         "bytes": count,
         "before_ns": before,
         "after_ns": after,
+        **({"id": name} if name else {}),
     }

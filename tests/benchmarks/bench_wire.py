@@ -1,12 +1,22 @@
 """How far from the truth each client's times are, beside what they cost.
 
-    python tests/benchmarks/bench_wire.py [--quick] [--burn] [--widths 1,4,16,64] [--json]
+    python tests/benchmarks/bench_wire.py [--quick] [--burn] [--widths 1,4,16,64] [--only NAME]
+                                          [--peers PYTHON] [--json]
 
-One stub server, in a process of its own, logs when each write left. Every client streams the same
-requests, so many at a time, and reports when it started its clock and when the first and the last
-token came. TTFT error = the client's TTFT minus (first token left - request sent), where "sent"
-is when the request's last bytes went into the socket. Clients that are not installed are left
-out. Not a test: nothing is asserted; `--burn` adds a process that burns one core.
+One stub server, in a process of its own, logs when each request arrived (by the kernel's stamp) and
+when each write left. Every client streams the same requests, so many at a time, and reports when it
+started its clock and when the first and the last token came. TTFT error = the client's TTFT minus
+(first token left - request arrived): what its own sending, waiting and reading added. Clients that
+are not installed are left out. Not a test: nothing is asserted; `--burn` adds a process that burns
+one core.
+
+Two whole tools run as processes of their own where `--peers` (or DSV41_BENCH_PEERS) names the
+Python of an environment that has them:
+
+    python3 -m venv peers && peers/bin/pip install guidellm==0.8.1 aiperf==0.13.0
+    python tests/benchmarks/bench_wire.py --peers peers/bin/python
+
+Their CPU includes their start. Never part of CI: together they weigh gigabytes.
 """
 
 from __future__ import annotations
@@ -17,9 +27,11 @@ import gc
 import http.client
 import json
 import multiprocessing
+import os
 import re
-import socket
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -48,28 +60,8 @@ class Seen:
     events: int
     refused: bool = False
     """The client itself says that its first token has no trustworthy time."""
-
-
-sent: dict[int, int] = {}
-_seed = re.compile(rb'"seed": ?(\d+)')
-
-
-def note_sends() -> None:
-    """Note when the bytes with a request's seed go into a socket, whoever sends them."""
-
-    def noting(name: str) -> None:
-        real = getattr(socket.socket, name)
-
-        def call(self: socket.socket, data: Any, *rest: Any) -> Any:
-            found = _seed.search(bytes(data))
-            if found:
-                sent[int(found[1])] = time.monotonic_ns()
-            return real(self, data, *rest)
-
-        setattr(socket.socket, name, call)
-
-    noting("send")
-    noting("sendall")
+    id: str = ""
+    """The request's x-request-id, of a client that does not tell the server's number of it."""
 
 
 def body(seed: int) -> bytes:
@@ -233,22 +225,147 @@ CLIENTS: dict[str, Callable[[str, list[int]], list[Seen]]] = {
 }
 
 
+Peer = Callable[[str, int, int, Path], list[Seen]]
+
+_TOKENIZER = """
+import json, sys
+from pathlib import Path
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2TokenizerFast
+words = {"<s>": 0}
+for char in sorted(pre_tokenizers.ByteLevel.alphabet()):
+    words[char] = len(words)
+made = Tokenizer(models.BPE(vocab=words, merges=[]))
+made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+made.decoder = decoders.ByteLevel()
+tokenizer = GPT2TokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="<s>")
+tokenizer.save_pretrained(sys.argv[1])
+(Path(sys.argv[1]) / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+"""
+"""Both tools load a tokenizer although the server counts: one token a byte, made on the spot."""
+
+
+def _tool(argv: list[str]) -> None:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=900)
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(argv[:2])} ended with {done.returncode}: {done.stdout[-2000:]}"
+        )
+
+
+def _tokenizer(python: Path, folder: Path) -> Path:
+    made = folder / "tokenizer"
+    if not made.exists():
+        _tool([str(python), "-c", _TOKENIZER, str(made)])
+    return made
+
+
+def _prompts(folder: Path, key: str, count: int) -> Path:
+    file = folder / f"prompts-{key}-{count}.jsonl"
+    file.write_text(f'{{"{key}": "Tell me a story."}}\n' * count)
+    return file
+
+
+def guidellm(python: Path) -> Peer:
+    """GuideLLM: its own report has the response's id and wall-clock times of every request."""
+
+    def run(url: str, width: int, count: int, folder: Path) -> list[Seen]:
+        out = folder / "guidellm.json"
+        _tool(
+            [
+                str(python.parent / "guidellm"), "run", "--disable-console",
+                "--backend", f"kind=openai_http,target={url},model=stub,"
+                "request_format=/v1/completions",
+                "--profile", f"kind=concurrent,streams={width}",
+                "--constraint", f"kind=max_requests,count={count}",
+                "--data", f"kind=json_file,path={_prompts(folder, 'prompt', count)}",
+                "--tokenizer", f"kind=huggingface_auto,model={_tokenizer(python, folder)}",
+                "--output", f"kind=json,path={out}",
+            ]
+        )  # fmt: skip
+        seen = []
+        for row in json.loads(out.read_text())["benchmarks"][0]["requests"]["successful"]:
+            times = row["info"]["timings"]
+            start, first, last = (
+                round(times[key] * 1e9)
+                for key in ("request_start", "first_token_iteration", "last_token_iteration")
+            )
+            number = int(row["response_id"].removeprefix("cmpl-"), 16)
+            seen.append(Seen(0, number, start, first, last, times["token_iterations"]))
+        return seen
+
+    return run
+
+
+def aiperf(python: Path) -> Peer:
+    """AIPerf: its record of a request has the x-request-id that it sent, and durations."""
+
+    def run(url: str, width: int, count: int, folder: Path) -> list[Seen]:
+        out = folder / f"aiperf-{width}"
+        _tool(
+            [
+                str(python.parent / "aiperf"), "profile", "-m", "stub", "--url", url,
+                "--endpoint-type", "completions", "--streaming", "--ui", "none",
+                "--input-file", str(_prompts(folder, "text", count)),
+                "--custom-dataset-type", "single_turn", "--use-server-token-count",
+                "--concurrency", str(width), "--request-count", str(count),
+                "--tokenizer", str(_tokenizer(python, folder)), "--artifact-dir", str(out),
+                "--extra-inputs", f"max_tokens:{TOKENS}", "--extra-inputs", "ignore_eos:true",
+            ]
+        )  # fmt: skip
+        seen = []
+        for line in (out / "profile_export.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            gaps = row["metrics"]["inter_chunk_latency"]["value"]
+            first = round(row["metrics"]["time_to_first_token"]["value"] * 1e6)
+            last = first + round(sum(gaps) * 1e6)
+            name = row["metadata"]["x_request_id"]
+            seen.append(Seen(0, 0, 0, first, last, len(gaps) + 1, id=name))
+        return seen
+
+    return run
+
+
+def find_peers(python: str) -> dict[str, Peer]:
+    """The tools beside that Python, in the order they run."""
+    if not python:
+        told = "  ".join(line.strip() for line in str(__doc__).splitlines() if "-m venv" in line)
+        print(f"guidellm, aiperf: left out; {told}; --peers peers/bin/python", file=sys.stderr)
+        return {}
+    made = {"guidellm": guidellm, "aiperf": aiperf}
+    here = Path(python)
+    return {name: make(here) for name, make in made.items() if (here.parent / name).exists()}
+
+
 def burn() -> None:
     while True:
         pass
 
 
-def truth(file: Path) -> dict[int, tuple[int, int, int]]:
-    """Request number to (first token left, last token left, writes with tokens)."""
-    left: dict[int, list[int]] = {}
+@dataclass
+class Happened:
+    """What happened to one request, in ns of the server's monotonic clock."""
+
+    arrived: int
+    left: list[int]
+    """When each write with tokens left."""
+
+
+def truth(file: Path) -> tuple[dict[int, Happened], dict[str, int]]:
+    """(what happened by request number, request number by x-request-id)."""
+    found: dict[int, Happened] = {}
+    names: dict[str, int] = {}
     for line in file.read_text().splitlines():
         row = json.loads(line)
-        if row["tokens"]:
-            left.setdefault(row["request"], []).append(row["before_ns"])
-    return {number: (min(times), max(times), len(times)) for number, times in left.items()}
+        if row["kind"] == "arrived":
+            found[row["request"]] = Happened(row["before_ns"], [])
+            names[row.get("id", "")] = row["request"]
+        elif row["tokens"]:
+            found[row["request"]].left.append(row["before_ns"])
+    return found, names
 
 
-def run(widths: list[int], quick: bool) -> list[dict[str, Any]]:
+def run(widths: list[int], quick: bool, only: str, peers: dict[str, Peer]) -> list[dict[str, Any]]:
     """Let every client stream at every width, then hold what they saw against the truth."""
     runs: list[tuple[str, int, list[Seen], float]] = []
     seed = 1
@@ -256,6 +373,8 @@ def run(widths: list[int], quick: bool) -> list[dict[str, Any]]:
         file = Path(folder) / "truth.jsonl"
         with spawn(truth=str(file), **SETTINGS) as server:
             for name, client in CLIENTS.items():
+                if only not in name:
+                    continue
                 try:
                     client(server.url, [seed])
                 except ImportError as missing:
@@ -271,22 +390,41 @@ def run(widths: list[int], quick: bool) -> list[dict[str, Any]]:
                         seen += client(server.url, list(range(seed, seed + width)))
                         seed += width
                     runs.append((name, width, seen, time.process_time() - cpu))
-        true = truth(file)
-    return [judge(name, width, seen, true, cpu) for name, width, seen, cpu in runs]
+            for name, peer in peers.items():
+                if only not in name:
+                    continue
+                for width in widths:
+                    print(f"{name}: {width} streams", file=sys.stderr)
+                    count = width * max(2 if quick else 4, (12 if quick else 60) // width)
+                    cpu = _children()
+                    seen = peer(server.url, width, count, Path(folder))
+                    runs.append((name, width, seen, _children() - cpu))
+        true, names = truth(file)
+    return [judge(name, width, seen, true, names, cpu) for name, width, seen, cpu in runs]
+
+
+def _children() -> float:
+    """CPU seconds of all processes that were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def judge(
-    name: str, width: int, seen: list[Seen], true: dict[int, tuple[int, int, int]], cpu: float
+    name: str,
+    width: int,
+    seen: list[Seen],
+    true: dict[int, Happened],
+    names: dict[str, int],
+    cpu: float,
 ) -> dict[str, Any]:
-    ttft, rounds = [], []
+    ttft, rounds, events = [], [], 0
     for one in seen:
+        right = true[one.number or names[one.id]]
+        events += len(right.left)
         if one.refused:
             continue
-        first, last, count = true[one.number]
-        ttft.append(((one.first - one.start) - (first - sent[one.seed])) / 1e3)
-        mine = (one.last - one.first) / (count - 1)
-        right = (last - first) / (count - 1)
-        rounds.append((mine / right - 1) * 100)
+        ttft.append(((one.first - one.start) - (right.left[0] - right.arrived)) / 1e3)
+        rounds.append(((one.last - one.first) / (right.left[-1] - right.left[0]) - 1) * 100)
     ttft.sort()
     return {
         "client": name,
@@ -297,7 +435,7 @@ def judge(
         "ttft_error_us_p99": ttft[min(len(ttft) - 1, int(0.99 * len(ttft)))],
         "ms_per_round_error_pct_p50": statistics.median(rounds),
         "ms_per_round_error_pct_worst": max(rounds, key=abs),
-        "cpu_ms_per_1000_events": cpu * 1e6 / sum(one.events for one in seen),
+        "cpu_ms_per_1000_events": cpu * 1e6 / events,
     }
 
 
@@ -317,14 +455,23 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--burn", action="store_true", help="another process burns one core")
     parser.add_argument("--widths", default="1,4,16,64")
+    parser.add_argument(
+        "--only", default="", metavar="NAME", help="clients with this in their name"
+    )
+    parser.add_argument(
+        "--peers",
+        default=os.environ.get("DSV41_BENCH_PEERS", ""),
+        metavar="PYTHON",
+        help="the Python of an environment with guidellm and aiperf",
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    note_sends()
     other = multiprocessing.get_context("spawn").Process(target=burn, daemon=True)
     if args.burn:
         other.start()
     try:
-        rows = run([int(width) for width in args.widths.split(",")], args.quick)
+        widths = [int(width) for width in args.widths.split(",")]
+        rows = run(widths, args.quick, args.only, find_peers(args.peers))
     finally:
         if args.burn:
             other.terminate()

@@ -282,7 +282,8 @@ def test_chunk_cut_and_reset(stub: Serving) -> None:
 def test_stall_moves_everything_after_it(stub: Serving) -> None:
     complete(stub.url, "stall=60:2,step-tokens=1;1;1;1")
     tokens = times(stub, last_request(stub), "token")
-    assert tokens[2] - tokens[1] >= 60
+    # Since the head, for a write before the stall may itself have been late.
+    assert tokens[2] >= 60
 
 
 def test_hold_lets_the_engine_go_on(stub: Serving) -> None:
