@@ -9,7 +9,9 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -79,6 +81,19 @@ kind = "report"
 schedule = "C/X"
 repeats = 1
 """
+
+
+def break_it(pair: Pair, fault: str, host: str) -> None:
+    """Break one host, or `both`: partition, full disk, or reboot (it answers again at once)."""
+    for name in HOSTS if host == "both" else (host,):
+        if fault == "partition":
+            pair.lab.cut(name)
+        elif fault == "full disk":
+            pair.lab.fill(name)
+        else:
+            pair.lab.crash(name)
+    if fault == "reboot":
+        pair.lab.mend()
 
 
 class Pair:
@@ -176,9 +191,15 @@ class Pair:
             *("-p", "no:cacheprovider", "-p", "no:randomly", *words),
         ]
 
-    def start(self, *words: str, window: Path | None = None, at: str = "") -> subprocess.Popen[str]:
+    def start(
+        self,
+        *words: str,
+        window: Path | None = None,
+        at: str = "",
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> subprocess.Popen[str]:
         """Start a window in a process of its own; `at`, it waits for `go` (see lab_fault)."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | dict(env)
         if at:
             words = ("-p", "lab_fault", *words)
             kept |= {"LAB_FAULT_AT": at, "LAB_FAULT_FOLDER": str(self.folder)}
@@ -196,9 +217,14 @@ class Pair:
             start_new_session=True,
         )
 
-    def run(self, *words: str, window: Path | None = None) -> Ended:
+    def run(
+        self,
+        *words: str,
+        window: Path | None = None,
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> Ended:
         """Run a window to its end."""
-        with self.start(*words, window=window) as process:
+        with self.start(*words, window=window, env=env) as process:
             output, _ = process.communicate(timeout=300.0)
         return Ended(process.returncode, output, self.campaign)
 
@@ -230,7 +256,9 @@ class Pair:
                 followed.append(f"exit {done.returncode}")
         return followed
 
-    def dsv41(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def dsv41(
+        self, *words: str, env: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command of the project on the campaign."""
         return subprocess.run(
             [sys.executable, "-m", "pytest_dsv41", *words, "--campaign", str(self.campaign)],
@@ -238,6 +266,7 @@ class Pair:
             text=True,
             check=False,
             timeout=300.0,
+            env={**os.environ, **env},
         )
 
     def status(self) -> dict[str, Any]:

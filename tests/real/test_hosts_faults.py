@@ -10,8 +10,7 @@ import json
 
 import pytest
 
-from tests.lab.lab import HOSTS
-from tests.lab.pair import Pair
+from tests.lab.pair import Pair, break_it
 
 pytestmark = pytest.mark.slow
 
@@ -49,17 +48,6 @@ BROKEN_AT = [
     ("full disk", "alpha", "restore-start:begin"),
     ("full disk", "beta", "hold-close:begin"),
 ]
-
-
-def break_it(pair: Pair, fault: str, host: str) -> None:
-    for name in HOSTS if host == "both" else (host,):
-        if fault == "partition":
-            pair.lab.cut(name)
-        elif fault == "full disk":
-            pair.lab.fill(name)
-        else:
-            pair.lab.crash(name)
-    pair.lab.mend() if fault == "reboot" else None
 
 
 def finished_starts(pair: Pair) -> set[str]:
