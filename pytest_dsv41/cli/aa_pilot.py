@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..errors import MeasurementFailed, MeasurementRefused, UsageError
 from ..text import one_line
 
 if TYPE_CHECKING:
@@ -116,17 +116,23 @@ def _run(args: argparse.Namespace) -> int:
     _free(args.out)
     if plan.prompts:
         _free(outside_git(probe_path(args.out)))
-    with _stop_on_signals() as stop, _shown_line() as show:
-        record, probe = run_start(
-            Endpoint(args.url, args.engine, args.model),
-            plan,
-            start=args.start,
-            deadline_s=args.deadline or 3 * estimate + 120.0,
-            commit=args.commit,
-            clock_cap_mhz=args.clock,
-            stop=stop,
-            progress=show,
-        )
+    try:
+        with _stop_on_signals() as stop, _shown_line() as show:
+            record, probe = run_start(
+                Endpoint(args.url, args.engine, args.model),
+                plan,
+                start=args.start,
+                deadline_s=args.deadline or 3 * estimate + 120.0,
+                commit=args.commit,
+                clock_cap_mhz=args.clock,
+                stop=stop,
+                progress=show,
+            )
+    except (MeasurementFailed, MeasurementRefused) as error:
+        word = "FAILED" if isinstance(error, MeasurementFailed) else "REFUSED"
+        told = f"{word} {error.kind}: {one_line(str(error), 500)}; nothing was written"
+        print(f"dsv41 aa-pilot run: {told}", file=sys.stderr)
+        return 1
     if probe is not None:
         save_probe(probe_path(args.out), probe)
     write_sealed(args.out, record)

@@ -53,6 +53,8 @@ def run_seam(seam: Seam, tick: Callable[[float], None] = lambda _left: None) -> 
         MeasurementFailed: it raised, did not end in time, or was told to stop; one line.
         Exception: its result could not be kept.
     """
+    if seam.stop.is_set():
+        raise MeasurementFailed("stopped", "was told to stop before it began")
     results: list[Any] = []
     errors: list[BaseException] = []
 

@@ -15,13 +15,23 @@ from typing import Any, Final
 from ..measure.cell import Sampling
 from ..measure.seeded import SeededCell
 
-__all__ = ["BRIDGE_CELLS", "BRIDGE_SAMPLING", "REFERENCES", "Reference", "bridge_report"]
+__all__ = [
+    "BRIDGE_CELLS",
+    "BRIDGE_SAMPLING",
+    "REFERENCES",
+    "Reference",
+    "bridge_report",
+    "pin_fault",
+]
 
 BRIDGE_SAMPLING: Final = Sampling(temperature=1.0, thinking=True, priority=10)
 """The settings of the production whose references these are: T 1, thinking, priority 10."""
 
 _ESTIMATED_S_PER_TOKEN: Final = 38 / 6 / 256
 """WIN2's estimate of a seeded short pair, a token."""
+
+_PINNED: Final = ("bridge-bench2-legal-1500", "bridge-bench2-summary32k-1500")
+"""Cells that stand for one prompt only: another text under its name is never sent."""
 
 H4_CELL: Final = "bridge-bench2-summary32k-1500"
 _H4_CHANGED: Final = 1.06
@@ -81,6 +91,17 @@ _LENGTHS: Final = {
     "short": ("bridge-short-512", "bridge-short-1500"),
     "32k-0": ("bridge-32k0-512", "bridge-32k0-1500"),
 }
+
+
+def pin_fault(cell: str, prompt_sha256: str) -> str | None:
+    """Why a bridge cell must not run on this prompt; None: it may.
+
+    The two bench prompts are the reference's own or none (WIN2: refused unless they hash to it).
+    """
+    pin = REFERENCES[cell].prompt
+    if cell not in _PINNED or prompt_sha256.startswith(pin):
+        return None
+    return f"prompt-pin: the prompt hashes to {prompt_sha256[:12]}…, pinned is {pin}…"
 
 
 def bridge_report(cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

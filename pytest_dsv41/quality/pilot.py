@@ -25,7 +25,7 @@ from ..measure.group import Endpoint, Progress
 from ..measure.seeded import SEEDED_CELLS, SeededCell, SeededResult, check_seeds, run_seeded_cell
 from ..text import one_line
 from .aa_compare import START_SCHEMA
-from .bridge import BRIDGE_CELLS
+from .bridge import BRIDGE_CELLS, pin_fault
 from .probe import Probe, ProbeProgress, run_probe
 from .prompts import ProbePrompt, parse_subset, probe_prompts
 
@@ -195,9 +195,11 @@ def run_start(
     bridged: dict[str, Any] = {}
     for number, cell in enumerate(bridge, start=len(cells) + 1):
         try:
-            cell_definition(cell)
+            fault = pin_fault(cell.name, cell_definition(cell)["prompt_sha256"])
         except (UsageError, MeasurementRefused) as error:
-            bridged[cell.name] = {"refused": f"not run: {one_line(str(error))}"}
+            fault = one_line(str(error))
+        if fault is not None:
+            bridged[cell.name] = {"refused": f"not run: {fault}"}
             continue
         bridged[cell.name] = run(cell, number, count)
     record = {

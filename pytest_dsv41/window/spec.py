@@ -391,7 +391,7 @@ class _Quality(_Table):
 
 class _Pilot(_Table):
     cells: list[_Name] = Field(default_factory=list)
-    subset: str | None = None
+    subset: str = "short,32k"
     each: Annotated[int, AfterValidator(_positive)] | None = None
     bridge: bool = True
     bridge_sampling: dict[str, Any] | None = None
@@ -838,7 +838,7 @@ class _Reader:
         subset = given.subset
         return PilotUse(
             cells=tuple(given.cells),
-            subset=None if subset is None else self._subset(subset, ("pilot", "subset")),
+            subset=None if subset == "none" else self._subset(subset, ("pilot", "subset")),
             each=given.each,
             bridge=given.bridge,
             bridge_sampling=given.bridge_sampling,

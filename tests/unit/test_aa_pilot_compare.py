@@ -26,7 +26,7 @@ from pytest_dsv41.quality.aa_compare import (
     identical_fault,
     start_sd_line,
 )
-from pytest_dsv41.quality.bridge import BRIDGE_CELLS, bridge_report
+from pytest_dsv41.quality.bridge import BRIDGE_CELLS, bridge_report, pin_fault
 from pytest_dsv41.quality.sealed import write_sealed
 
 B1, B2 = "seeded-short-b1", "seeded-32k-b2"
@@ -424,6 +424,16 @@ def test_a_reference_counts_for_its_own_prompt_alone() -> None:
     assert report["cells"][SUMMARY]["accepted_per_round"] == pytest.approx(1.05)
     assert report["cells"][SUMMARY]["reference"] is None
     assert report["production_changed"] is None
+
+
+def test_a_bench_prompt_is_the_references_own_or_is_not_sent() -> None:
+    own, other = "82a1d8a1d7e7".ljust(64, "0"), "f" * 64
+    assert pin_fault(SUMMARY, own) is None
+    assert pin_fault(SUMMARY, other) == (
+        "prompt-pin: the prompt hashes to ffffffffffff…, pinned is 82a1d8a1d7e7…"
+    )
+    # A corpus cell runs on the prompt of the day; only its reference is of another one.
+    assert pin_fault("bridge-short-512", other) is None
 
 
 def test_a_server_without_a_drafter_has_no_reading() -> None:

@@ -172,6 +172,19 @@ def test_a_stop_and_a_deadline_end_the_run(served: Serving) -> None:
     assert late.value.kind == "deadline"
 
 
+def test_a_server_that_is_not_there_is_one_line_and_exit_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = run(
+        capsys, "run", "--execute", "--url", "http://127.0.0.1:9", "--start", "A", "--no-bridge",
+        "--subset", "none", "--out", str(tmp_path / "a.json"),
+    )  # fmt: skip
+    assert code == 1
+    assert told.startswith("dsv41 aa-pilot run: REFUSED models: ")
+    assert told.count("\n") == 1
+    assert not (tmp_path / "a.json").exists()
+
+
 def test_the_bridge_takes_productions_own_settings() -> None:
     plan = plan_pilot(subset=None, bridge_sampling=Sampling(temperature=0.6))
     assert {cell.sampling for cell in plan.bridge} == {Sampling(temperature=0.6)}

@@ -211,6 +211,15 @@ def test_somebody_who_wants_to_leave_ends_the_work_early(tmp_path: Path) -> None
     assert closed.seam.startswith("FAILED: ")
 
 
+def test_somebody_who_asked_before_is_not_kept_waiting(tmp_path: Path) -> None:
+    gone_down(tmp_path)
+    work = seam_of(tmp_path, _raises(AssertionError("began")))
+    work.stop.set()
+    closed = closed_with(tmp_path, work)
+    assert_given_back(tmp_path, closed)
+    assert closed.seam == "FAILED: was told to stop before it began"
+
+
 def test_a_caller_without_the_work_skips_it_and_says_so(tmp_path: Path) -> None:
     gone_down(tmp_path)
     closed = closed_with(tmp_path, None)
