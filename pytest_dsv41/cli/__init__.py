@@ -35,6 +35,7 @@ COMMANDS = {
     "keeper": "",
     "kl": "KL references: record, verify, score a candidate, gate: 0 PASS, 2 FAIL",
     "knob-gate": "may a server start under the kernel's limits? 0 yes, 2 no",
+    "kv": "memory laws and boot ledgers: plan a KV pool (0 fits, 2 REFUSED), compare two boots",
     "measure": "measure one request or group against a server",
     "payload": "a payload against its manifest: count, sizes, sha256; 0 verified, 2 not",
     "recover": "finish a window whose session and keeper died",

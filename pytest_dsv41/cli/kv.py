@@ -1,0 +1,211 @@
+"""`dsv41 kv`: a KV pool by law and by ledger, before and after a restart.
+
+Exit codes of its own: plan 0 it fits, 2 REFUSED; ledger 1: something in it does not agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..text import one_line
+
+if TYPE_CHECKING:
+    from ..unit.memory import Law, Ledger
+
+__all__ = ["HELP", "configure", "run"]
+
+HELP = "memory laws and boot ledgers: plan a KV pool, check a ledger, compare two"
+
+_MOST_BYTES = 64 << 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands and their arguments."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, text: str, work: Any) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(work=work)
+        return sub
+
+    plan = action("plan", "does this shape fit? 0 yes, 2 REFUSED, before any restart", _plan)
+    _law(plan, required=True)
+    plan.add_argument("--dtype", required=True, help="of the KV cache")
+    plan.add_argument("--seqs", type=int, required=True, metavar="N", help="sequences at once")
+    plan.add_argument("--window", type=int, required=True, metavar="TOKENS", help="of each")
+    plan.add_argument("--pool", type=float, metavar="MIB", help="the KV pool")
+    plan.add_argument("--weights", type=float, metavar="MIB", help="the weights beside it")
+    plan.add_argument(
+        "--ledger", type=Path, metavar="FILE", help="the newest start log: the budget's ceiling"
+    )
+    plan.add_argument(
+        "--ledger-pair",
+        metavar="WEIGHTS/POOL",
+        help="the flags that it was printed at, in MiB; default: as it states them, rounded",
+    )
+    plan.add_argument(
+        "--knob", action="append", default=[], metavar="NAME=VALUE", help="another flag to check"
+    )
+    plan.add_argument(
+        "--alternatives", action="store_true", help="every dtype, and up to one sequence more"
+    )
+    plan.add_argument("--json", action="store_true", help="print a JSON object")
+
+    ledger = action("ledger", "read a start log: its facts, and whether they agree", _ledger)
+    ledger.add_argument("file", type=Path, metavar="LOG")
+    ledger.add_argument("--dialect", default="radiance", help="radiance (default) or llamacpp")
+    ledger.add_argument(
+        "--flag",
+        action="append",
+        default=[],
+        metavar="NAME=MIB",
+        help="a flag that the ledger states, such as vram-kv-mib=6912",
+    )
+    ledger.add_argument("--json", action="store_true", help="print a JSON object")
+
+    diff = action("diff", "every fact that differs between two start logs", _diff)
+    diff.add_argument("before", type=Path, metavar="BEFORE")
+    diff.add_argument("after", type=Path, metavar="AFTER")
+    diff.add_argument("--dialect", default="radiance", help="radiance (default) or llamacpp")
+
+
+def _law(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument(
+        "--law",
+        required=required,
+        metavar="FILE",
+        help=f"a law's file, or one that is shipped: {', '.join(_shipped())}",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen action and return its exit code."""
+    code: int = args.work(args)
+    return code
+
+
+def _shipped() -> list[str]:
+    folder = files("pytest_dsv41.unit.memory").joinpath("laws")
+    return sorted(
+        one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml")
+    )
+
+
+def _read_law(name: str) -> Law:
+    from ..unit.memory import law_from
+    from ..window.source import read_toml
+
+    path = Path(name)
+    if name in _shipped():
+        path = Path(str(files("pytest_dsv41.unit.memory").joinpath("laws", f"{name}.toml")))
+    elif not path.exists():
+        raise UsageError(f"--law {name}: no such file; shipped: {', '.join(_shipped())}")
+    values, source = read_toml(path, name)
+    return law_from(values, source.error)
+
+
+def _read_ledger(path: Path, dialect: str) -> Ledger:
+    from ..unit.memory import parse_ledger
+    from ..window.source import read_regular
+
+    try:
+        raw = read_regular(path, _MOST_BYTES)
+    except (FileNotFoundError, ValueError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error
+        raise UsageError(f"{path}: {reason}") from None
+    return parse_ledger(raw.decode("utf-8", "replace"), dialect)
+
+
+def _pairs(given: list[str], flag: str) -> dict[str, float]:
+    found = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals or not name:
+            raise UsageError(f"--{flag} {pair}: write NAME=NUMBER")
+    return found
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from ..unit.memory import Shape, alternatives, make_plan
+
+    law = _read_law(args.law)
+    ledger = None if args.ledger is None else _read_ledger(args.ledger, law.dialect)
+    pair = None
+    if args.ledger_pair is not None:
+        try:
+            weights, pool = (float(one) for one in args.ledger_pair.split("/"))
+        except ValueError:
+            raise UsageError(f"--ledger-pair {args.ledger_pair}: write WEIGHTS/POOL") from None
+        pair = (weights, pool)
+    shape = Shape(args.dtype, args.seqs, args.window, args.pool, args.weights)
+    plan = make_plan(law, shape, ledger=ledger, pair=pair, knobs=_pairs(args.knob, "knob"))
+    others = alternatives(law, shape, plan.ceiling) if args.alternatives else []
+    if args.json:
+        print(
+            json.dumps({**asdict(plan), "alternatives": [asdict(one) for one in others]}, indent=2)
+        )
+        return 2 if plan.refused else 0
+    for line in plan.refused:
+        print(one_line(f"REFUSED: {line}", 400))
+    if not plan.refused:
+        if plan.backed is None:
+            print(f"needs a pool of {plan.need:,.1f} MiB")
+        else:
+            windows = plan.backed / shape.window
+            print(f"FITS: {plan.backed:,} tokens = {windows:.2f} windows of {shape.window:,}")
+    for line in plan.consequences:
+        print(one_line(f"  {line}", 400))
+    for one in others:
+        left = "" if one.weights_left is None else f", weights {one.weights_left:>8,.0f} MiB"
+        print(f"  {one.dtype:<6}{one.seqs} x {shape.window:,}: pool {one.need:>9,.1f} MiB{left}")
+    return 2 if plan.refused else 0
+
+
+def _ledger(args: argparse.Namespace) -> int:
+    from ..unit.memory import budget_ceiling, check_ledger
+
+    ledger = _read_ledger(args.file, args.dialect)
+    flags = {f"--{name.lstrip('-')}": value for name, value in _pairs(args.flag, "flag").items()}
+    wrong = check_ledger(ledger, flags)
+    if args.json:
+        print(json.dumps({**asdict(ledger), "wrong": wrong}, indent=2))
+        return 1 if wrong or ledger.missing else 0
+    for fact in ledger.facts:
+        print(one_line(f"  {fact}", 300))
+    ceiling = budget_ceiling(ledger)
+    if ceiling is not None:
+        print(
+            f"  weights and pool together: at most {ceiling[0]:,.0f} MiB, give or take "
+            f"{ceiling[1]:.0f}"
+        )
+    for name in ledger.missing:
+        print(f"MISSING: {name}")
+    for line in wrong:
+        print(one_line(f"DOES NOT AGREE: {line}", 400))
+    print(f"{len(ledger.facts)} facts, {len(ledger.unknown)} lines not understood")
+    return 1 if wrong or ledger.missing else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from ..unit.memory import diff_ledgers
+
+    before, after = (_read_ledger(path, args.dialect) for path in (args.before, args.after))
+    changes = diff_ledgers(before, after)
+    for change in changes:
+        print(one_line(f"  {change}", 300))
+    print(f"{len(changes)} facts differ of {len({*_keys(before), *_keys(after)})}")
+    return 0
+
+
+def _keys(ledger: Ledger) -> list[tuple[str, str]]:
+    return [(fact.subject, fact.name) for fact in ledger.facts]

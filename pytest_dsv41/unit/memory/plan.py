@@ -1,0 +1,189 @@
+"""A wanted shape, held against the law and the newest ledger before anything is restarted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pytest_dsv41.errors import UsageError
+from pytest_dsv41.text import one_line
+from pytest_dsv41.unit.memory.law import Law
+from pytest_dsv41.unit.memory.ledger import Ledger, budget_ceiling
+
+__all__ = ["Alternative", "MemoryPlan", "Shape", "alternatives", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a server is to be started with; sizes in MiB, None: not set by a flag."""
+
+    dtype: str
+    seqs: int
+    window: int
+    pool: float | None = None
+    weights: float | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The answer: `refused` says why not, one line each; empty: it fits as far as is known."""
+
+    shape: Shape
+    need: float
+    backed: int | None
+    ceiling: float | None
+    refused: tuple[str, ...]
+    consequences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another dtype or number of sequences: its pool, and the weights that are left beside it."""
+
+    dtype: str
+    seqs: int
+    need: float
+    weights_left: float | None
+
+
+def make_plan(
+    law: Law,
+    shape: Shape,
+    *,
+    ledger: Ledger | None = None,
+    pair: tuple[float, float] | None = None,
+    knobs: Mapping[str, float] | None = None,
+) -> MemoryPlan:
+    """Hold a shape against a law, a ledger and the bounds of other knobs.
+
+    Args:
+        law: the dialect's.
+        shape: what is wanted.
+        ledger: the newest one of this host: the budget's ceiling comes from it alone.
+        pair: (weights, pool) in MiB that the ledger was printed at, by the flags.
+        knobs: other flags by name, to be held against the law's bounds.
+
+    Raises:
+        UsageError: a dtype, number or knob that the law does not know.
+    """
+    _check(law, shape, knobs or {})
+    refused: list[str] = []
+    need = law.need_mib(shape.dtype, shape.seqs, shape.window)
+    backed = None
+    if shape.pool is not None:
+        backed = law.backed_tokens(shape.dtype, shape.seqs, shape.window, shape.pool)
+        if shape.pool < need:
+            windows = backed / shape.window
+            refused.append(
+                f"a pool of {shape.pool:,.0f} MiB backs {backed:,} tokens = {windows:.2f} windows; "
+                f"{shape.seqs} of {shape.window:,} tokens need {math.ceil(need):,} MiB"
+            )
+    ceiling = budget_ceiling(ledger, pair) if ledger is not None else None
+    if ceiling is not None and shape.weights is not None and shape.pool is not None:
+        total = shape.weights + shape.pool
+        if total > ceiling[0]:
+            refused.append(
+                f"weights and pool take {total:,.0f} MiB; the ledger leaves {ceiling[0]:,.0f}"
+            )
+    for name, value in (knobs or {}).items():
+        knob = next(one for one in law.knobs if one.name == name)
+        if knob.least is not None and value < knob.least:
+            refused.append(f"{name} {value:g}: at least {knob.least:g}: {knob.reason}")
+        if knob.most is not None and value > knob.most:
+            refused.append(f"{name} {value:g}: at most {knob.most:g}: {knob.reason}")
+    return MemoryPlan(
+        shape,
+        need,
+        backed,
+        None if ceiling is None else ceiling[0],
+        tuple(refused),
+        tuple(_consequences(law, shape, need, ledger, ceiling, pair)),
+    )
+
+
+def _check(law: Law, shape: Shape, knobs: Mapping[str, float]) -> None:
+    if shape.dtype not in law.dtypes:
+        raise UsageError(
+            f"dtype {one_line(shape.dtype, 40)!r}: {law.flags.get('dtype', 'it')} takes "
+            f"{', '.join(law.dtypes)}"
+        )
+    if shape.seqs < 1 or shape.window < 1:
+        raise UsageError("sequences and window: at least 1")
+    known = [knob.name for knob in law.knobs]
+    for name in knobs:
+        if name not in known:
+            valid = ", ".join(known) or "none"
+            raise UsageError(f"knob {one_line(name, 60)!r}: the law has none; valid: {valid}")
+
+
+def _consequences(
+    law: Law,
+    shape: Shape,
+    need: float,
+    ledger: Ledger | None,
+    ceiling: tuple[float, float] | None,
+    pair: tuple[float, float] | None,
+) -> list[str]:
+    lines = [f"the window needs a pool of {need:,.1f} MiB, {math.ceil(need):,} as a flag"]
+    if ceiling is None:
+        lines.append("no ledger with a settled card: the budget of weights and pool is not checked")
+    else:
+        lines.append(
+            f"weights and pool together: at most {ceiling[0]:,.0f} MiB by the ledger, which rounds "
+            f"to {ceiling[1]:.0f}"
+        )
+        if shape.pool is not None:
+            lines.append(f"beside this pool the weights get {ceiling[0] - shape.pool:,.0f} MiB")
+    if ledger is not None and shape.pool is not None:
+        lines += _slab(ledger, shape.pool, pair)
+    if law.rows_per_sequence is not None and law.rows_most is not None:
+        rows = shape.seqs * law.rows_per_sequence
+        warning = "" if rows <= law.rows_most else "WARNING: "
+        lines.append(f"{warning}{rows} all-reduce rows, bound {law.rows_most}: {law.rows_reason}")
+    if law.ranks is not None:
+        entry = law.ranks * sum(group.page_kib[shape.dtype] for group in law.groups)
+        lines.append(
+            f"a prefix entry takes {entry:.2f} KiB: {1 << 20} KiB of a tier hold "
+            f"{int((1 << 20) / entry):,}"
+        )
+    if law.pinned:
+        total = law.pinned_mib
+        parts = " + ".join(
+            f"{f'{part.times} x ' if part.times > 1 else ''}{part.mib:,.0f}" for part in law.pinned
+        )
+        against = warning = ""
+        if law.pinned_floor is not None:
+            over = total > law.pinned_floor
+            warning = "WARNING: " if over else ""
+            side = "above" if over else "under"
+            against = f", {side} the knob's floor of {law.pinned_floor:,.0f} MiB"
+        lines.append(
+            f"{warning}pinned: {parts} = {total:,.0f} MiB ({total / 1024:.2f} GiB){against}"
+        )
+    return lines
+
+
+def _slab(ledger: Ledger, pool: float, pair: tuple[float, float] | None) -> list[str]:
+    """What another pool does to the slab at the same sum, in slots of the ledger's own size."""
+    before = pair[1] if pair is not None else ledger.number("vram_kv", "stated")
+    slots, size = ledger.number("mover", "lendable slots"), ledger.number("mover", "lendable")
+    if before is None or not slots or not size or pool == before:
+        return []
+    moved = abs(pool - before)
+    way = "to" if pool < before else "from"
+    return [
+        f"{moved:,.0f} MiB go {way} the slab at the same sum: about {moved / (size / slots):,.0f} "
+        f"slots of {size / slots:.2f} MiB"
+    ]
+
+
+def alternatives(law: Law, shape: Shape, ceiling: float | None) -> list[Alternative]:
+    """Return every dtype at one to `shape.seqs` + 1 sequences of the same window."""
+    found = []
+    for dtype in law.dtypes:
+        for seqs in range(1, shape.seqs + 2):
+            need = law.need_mib(dtype, seqs, shape.window)
+            left = None if ceiling is None else ceiling - math.ceil(need)
+            found.append(Alternative(dtype, seqs, need, left))
+    return found
