@@ -66,6 +66,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=6, help="pairs, at least 3 (default: 6)")
     parser.add_argument("--seed", type=int, default=None, help="the window's seed")
     parser.add_argument(
+        "--window-override",
+        metavar="REASON",
+        help="open it although the window cap of lane AB refuses; the reason is recorded",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path("dsv41-windows"),
@@ -114,6 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
     words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     if arguments.seed is not None:
         words.append(f"--window-seed={arguments.seed}")
+    if arguments.window_override is not None:
+        words.append(f"--window-override={arguments.window_override}")
     return int(pytest.main(words))
 
 

@@ -73,3 +73,21 @@ def test_wrong_use_is_one_line(words: list[str], part: str, tmp_path: Path) -> N
     assert code == 4, output
     assert len(output.strip().splitlines()) == 1
     assert part in output
+
+
+@pytest.mark.slow
+def test_the_window_cap_holds_for_its_lane_too_and_can_be_overridden(tmp_path: Path) -> None:
+    campaign = tmp_path / "dsv41-windows"
+    campaign.mkdir()
+    (campaign / "WINDOW-CAP.json").write_text('{"adopted_utc": "2026-10-26T00:00:00Z"}')
+    for number in (1, 2):
+        folder = campaign / f"AB-{number}-W-2026102{number + 6}T000000Z"
+        folder.mkdir()
+        (folder / "summary.json").write_text('{"status": "INCONCLUSIVE"}')
+    with spawn(Profile(round_ms=2.0, noise=0.003)) as server:
+        code, output = ab(tmp_path, server.url, server.url)
+        assert code == 13, output
+        assert "REFUSED: window cap: 2 counted window(s) of AB" in output
+        code, output = ab(tmp_path, server.url, server.url, "--window-override", "a spare rack")
+    assert code == 10, output
+    assert "a spare rack" in output
