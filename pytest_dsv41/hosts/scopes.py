@@ -30,9 +30,14 @@ RUN: Final = """\
 unit=$1 longest=$2 socket=$3; shift 3
 : "${XDG_RUNTIME_DIR:=/run/user/$(id -u)}"
 export XDG_RUNTIME_DIR
-shim=$XDG_RUNTIME_DIR/dsv41/$socket
-mkdir -p -- "$shim" && printf '#!/bin/sh\\nexec /usr/bin/tmux -L %s "$@"\\n' "$socket" \\
-  > "$shim/tmux.$$" && chmod 700 "$shim/tmux.$$" && mv -f "$shim/tmux.$$" "$shim/tmux" || exit 74
+DSV41_TMUX=$socket
+export DSV41_TMUX
+shim=$XDG_RUNTIME_DIR/dsv41
+mkdir -p -- "$shim" && cat > "$shim/tmux.$$" <<'SHIM' && chmod 700 "$shim/tmux.$$" \\
+  && mv -f "$shim/tmux.$$" "$shim/tmux" || exit 74
+#!/bin/sh
+exec /usr/bin/tmux -L "$DSV41_TMUX" "$@"
+SHIM
 PATH=$shim:$PATH
 export PATH
 set -- --unit="$unit" -- "$@"
@@ -77,6 +82,10 @@ done
 # Empty is over; that systemd has seen it too only lets the unit's name be used again at once.
 tries=100
 while [ "$tries" -gt 0 ] && [ -n "$(ours "$@")" ]; do tries=$((tries - 1)); sleep 0.02; done
+for unit; do
+  socket=dsv41-$(printf %s "$unit" | sha256sum | cut -c 1-16)
+  rm -f -- "/tmp/tmux-$(id -u)/$socket"
+done
 """
 """Arguments: how often to look, 0.02 s apart, and the units. Exit 75: these still live."""
 

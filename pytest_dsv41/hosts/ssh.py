@@ -424,6 +424,11 @@ def _converse(
             channel.status_event.wait(min(0.05, deadline - now))
         else:
             ready.poll(min(100.0, 1000.0 * (deadline - now)))
+    # What came between the last look at the streams and the look at their end.
+    while channel.recv_ready():
+        out += channel.recv(65536)
+    while channel.recv_stderr_ready():
+        err += channel.recv_stderr(65536)
     code = channel.exit_status if channel.exit_status_ready() else -1
     return (None if code < 0 else code), bytes(out), bytes(err)
 

@@ -53,6 +53,7 @@ __all__ = ["SparkPairTarget", "spark_pair_target"]
 _POLL_S: Final = 0.05
 _HOLD_SCOPE: Final = "hold"
 _CAP: Final = re.compile(r"(\S+) clock cap (\d+) MHz")
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _START_DEADLINE_S: Final = 60.0
 
 
@@ -134,6 +135,12 @@ class SparkPairTarget:
         self._table = table
         self._context = context
         self._engine = known_engine(table.engine)
+        for name in table.hosts:
+            if not _HOST_NAME.fullmatch(name):
+                raise SpecError(
+                    f"target.hosts.{one_line(name)}: valid: letters, digits, '.', '_', '-', "
+                    "at most 64, beginning with a letter or digit"
+                )
         self._addresses: dict[str, str] = {}
         self._hosts = tuple(self._host(name, where) for name, where in table.hosts.items())
         self._head = self._hosts[0]
@@ -298,6 +305,16 @@ class SparkPairTarget:
                     f"{host.name}: production does not run as the target would start it: "
                     f"{one_line(' '.join(expected))}; correct target.production first"
                 )
+            where = host.read(f"/proc/{found[0].pid}/cgroup") or b""
+            if (
+                f"/{self._production_unit}\n".encode() not in where
+                and not (self._scripts["production-stop"])
+            ):
+                raise RefusedByWorld(
+                    f"{host.name}: production runs outside of {self._production_unit} and could "
+                    "not be stopped; start it in that scope, or give target.production a "
+                    "stop_script"
+                )
             running[host.name] = list(found[0].argv)
         files: dict[str, dict[str, Any]] = {}
         for host in self._hosts:
@@ -413,7 +430,13 @@ class SparkPairTarget:
             raise
 
     def check_arm(self, start: str) -> str | None:
-        """None while the start's scope holds a process on every host that has a command."""
+        """None while the start's scope holds a process on every host that has a command.
+
+        Servers that a stop script ends may live elsewhere: theirs must be healthy.
+        """
+        if self._scripts["experiment-stop"]:
+            healthy, said = self._healthy(self._table.experiment)
+            return None if healthy else f"the server of {start} is not healthy ({said})"
         for host in self._hosts:
             if not self._table.experiment.command.get(host.name):
                 continue
@@ -430,9 +453,8 @@ class SparkPairTarget:
         self._everywhere(lambda host: self._end(host, None, "stop-all"))
 
     def _end(self, host: Host, start: str | None, name: str) -> None:
+        self._graceful(host, "experiment", name)
         names = [scope for scope in self._scopes(host) if start in (None, scope.what)]
-        if any(scope.what != _HOLD_SCOPE for scope in names):
-            self._graceful(host, "experiment", name)
         end_scopes(
             host,
             [scope.unit for scope in names],
@@ -588,12 +610,14 @@ class SparkPairTarget:
     def _wait_healthy(self, server: _Server, name: str, unit: str) -> None:
         limit = self._limit("start_s", 600.0)
         deadline = boottime() + limit
+        # What a stop script ends may live elsewhere, and its scope be empty.
+        watched = [h for h in self._hosts if server.command.get(h.name) and not server.stop_script]
         while True:
             healthy, said = self._healthy(server)
             if healthy:
                 return
-            for host in self._hosts:
-                if server.command.get(host.name) and unit not in live_scopes(host):
+            for host in watched:
+                if unit not in live_scopes(host):
                     session = ScopeName.parse(unit)
                     what = session.what if session else "production"
                     raise StartFailed(

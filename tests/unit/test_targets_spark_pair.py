@@ -13,7 +13,7 @@ import pytest
 
 from pytest_dsv41.errors import RefusedByWorld, SpecError, StaleEpoch, StartFailed, TransportError
 from pytest_dsv41.hosts import CommandLog, Placeholder, Probe
-from pytest_dsv41.hosts.fake import Call, FakeHost, FakeWorld, Reply
+from pytest_dsv41.hosts.fake import Call, FakeHost, FakeWorld, Reply, Service
 from pytest_dsv41.targets import Arm, Target, TargetContext, spark_pair_target
 from pytest_dsv41.targets.spark_pair import SparkPairTarget
 
@@ -242,6 +242,57 @@ def test_what_runs_must_be_what_would_be_started(pair: Pair) -> None:
         pair.target(production=changed).capture()
 
 
+def test_production_that_could_not_be_stopped_is_refused_before_it_is_touched(
+    pair: Pair, tmp_path: Path
+) -> None:
+    """It runs in a tmux session outside of the scope: ending the scope would not end it."""
+    for host, words in TABLE["production"]["command"].items():
+        address = pair.world.machine("alpha").address
+        values = {"{model}": "tiny", "{port}": "8000", "{head}": address}
+        argv = [values.get(word, word) for word in words]
+        where = {"alpha": pair.alpha, "beta": pair.beta}[host]
+        start = ["tmux", "new-session", "-d", "-s", "serve", "--", *argv]
+        where.run(start, name="by-hand", deadline_s=5.0)
+    with pytest.raises(RefusedByWorld, match=r"runs outside of dsv41-production.scope"):
+        pair.target().capture()
+    (tmp_path / "stop.sh").write_text("own stop\n")
+    production = {**TABLE["production"], "stop_script": "stop.sh"}
+    assert pair.target(production=production).capture()["argv"]["alpha"][0] == "vllm"
+
+
+def stops(call: Call) -> Reply:
+    for pane in call.machine.panes("default"):
+        call.machine.kill(pane.pid)
+    return Reply()
+
+
+def test_a_stop_script_ends_what_lives_outside_of_the_scope(tmp_path: Path) -> None:
+    (tmp_path / "stop.sh").write_text("own stop\n")
+    (tmp_path / "start.sh").write_text("own start\n")
+    programs = {"own stop\n": f"{__name__}:stops", "own start\n": f"{__name__}:starts_outside"}
+    pair = Pair(tmp_path, programs=programs)
+    scripts = {"start_script": "start.sh", "stop_script": "stop.sh"}
+    tables = {kind: {**TABLE[kind], **scripts} for kind in ("production", "experiment")}
+    target = pair.target(clock=0, **tables)
+    target.start_production()
+    target.stop_production()
+    assert pair.argv("alpha") == []
+    target.start_arm("X", ARM)
+    assert target.check_arm("X") is None
+    target.stop_all()
+    assert target.live_experiments() == []
+    assert pair.argv("alpha") == []
+
+
+def starts_outside(call: Call) -> Reply:
+    _, _, _, _, *command = call.args
+    call.machine.start(["tmux"], socket="default")
+    ports = (int(call.option("--port", "0")),)
+    service = Service(ports=ports)
+    call.machine.start(command, service, socket="default", session="serve")
+    return Reply()
+
+
 def test_changed_files_are_put_back_before_production_starts(pair: Pair) -> None:
     target = pair.serve()
     record = {"configuration": target.capture()}
@@ -367,6 +418,7 @@ def changed(table: dict[str, Any], *keys: str, value: Any) -> dict[str, Any]:
         (("clock",), -1, "target.clock"),
         (("world",), "", "hosts.alpha.address: missing"),
         (("hosts",), {}, "target.hosts: "),
+        (("hosts", "a b"), {}, "target.hosts.a b: valid: letters"),
         (("placeholder",), "a\nb", "target.placeholder: "),
         (("hold",), "HOLD", "target.hold: "),
         (("engine",), "odd", "target.engine: "),

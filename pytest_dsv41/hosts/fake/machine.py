@@ -129,12 +129,14 @@ class Machine:
             self.disk[path] = text
 
     def load(self, path: str) -> bytes | None:
-        """Return the file's bytes, or None; a process's command line is a file too."""
+        """Return the file's bytes, or None; what /proc says of a process too."""
         head, _, tail = path.removeprefix("/proc/").partition("/")
-        if path.startswith("/proc/") and tail == "cmdline" and head.isdigit():
+        if path.startswith("/proc/") and head.isdigit() and tail in ("cmdline", "cgroup"):
             process = self.processes.get(int(head))
             if process is None:
                 return None
+            if tail == "cgroup":
+                return f"0::/user.slice/{process.scope or 'session-1.scope'}\n".encode()
             return "".join(f"{word}\0" for word in process.argv).encode()
         text = self.files.get(path)
         return None if text is None else text.encode("latin-1")
