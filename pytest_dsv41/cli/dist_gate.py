@@ -169,8 +169,10 @@ def _each(args: argparse.Namespace) -> int | None:
 def _probe(args: argparse.Namespace) -> int:
     from ..errors import UsageError
     from ..measure import Endpoint
+    from ..quality.bands import production_of
     from ..quality.probe import run_probe, save_probe
     from ..quality.sealed import outside_git
+    from ..text import one_line
     from .measure import stop_on_signals
 
     if args.candidate and args.band is None:
@@ -194,7 +196,7 @@ def _probe(args: argparse.Namespace) -> int:
     seal = save_probe(args.out, probe)
     told = [position.cached_tokens for position in probe.positions]
     cached = "not told" if None in told else f"{sum(filter(None, told))} tokens"
-    print(f"{args.out}: the {probe.role}, {probe.engine} {probe.version} {probe.model}")
+    print(f"{args.out}: the {probe.role}, {one_line(production_of(probe))}")
     print(
         f"  {len(probe.positions)} positions of {len(probe.prompts)} prompts ({probe.subset}), "
         f"{probe.top_n} entries each, {conditions}"
@@ -285,10 +287,13 @@ def _band(args: argparse.Namespace) -> int:
 
 
 def _show_band(band: Band) -> None:
-    print(f"  production: {band.engine} {band.version} {band.model}, {band.conditions}")
+    from ..quality.bands import production_of
+    from ..text import one_line
+
+    print(f"  production: {one_line(production_of(band))}, {band.conditions}")
     print(
         f"  {band.k} A/A comparison{'s' * (band.k > 1)} over {len(band.prefixes)} positions of "
-        f"{len(band.prompts)} prompts ({band.subset}), {band.top_n} entries each"
+        f"{len(band.prompts)} prompts ({one_line(band.subset)}), {band.top_n} entries each"
     )
     print(
         f"  mean KL {band.kls.mean():.3g} nats, ceiling {band.kl_ceiling:.3g} "
@@ -339,10 +344,12 @@ def _show_result(result: GateResult) -> None:
     )
     for name, subset in result.by_subset.items():
         print(
-            f"  {name + ' prompts':<23}mean KL {subset.mean_kl:.3g}, A/A {subset.aa_mean_kl:.3g}, "
-            f"{subset.disagreements} of {subset.positions} likeliest tokens differ"
+            f"  {one_line(name, 40) + ' prompts':<23}mean KL {subset.mean_kl:.3g}, "
+            f"A/A {subset.aa_mean_kl:.3g}, {subset.disagreements} of {subset.positions} "
+            "likeliest tokens differ"
         )
-    print(f"  worst prompt           {result.worst_prompt}: mean KL {result.worst_prompt_kl:.3g}")
+    worst = one_line(result.worst_prompt, 60)
+    print(f"  worst prompt           {worst}: mean KL {result.worst_prompt_kl:.3g}")
     print(
         f"  common mass ≥ 0.99     {100 * result.trusted_share:.1f} % of the positions, "
         f"A/A {100 * result.aa_trusted_share:.1f} %"

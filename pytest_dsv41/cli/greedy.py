@@ -122,6 +122,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     from ..quality.prompts import DIST_PROMPTS
     from ..quality.sealed import outside_git
+    from ..text import one_line
     from .measure import stop_on_signals
 
     if args.max_tokens < 1 or not 1 <= args.top_n <= 1000:
@@ -161,8 +162,8 @@ def _run(args: argparse.Namespace) -> int:
             )
     seal = save_greedy(args.out, record)
     print(
-        f"{args.out}: {len(record.rows)} answers of up to {max_tokens} tokens, {record.engine} "
-        f"{record.version} {record.model}, seal {seal}"
+        f"{args.out}: {len(record.rows)} answers of up to {max_tokens} tokens, "
+        f"{one_line(f'{record.engine} {record.version} {record.model}')}, seal {seal}"
     )
     if control is None:
         return 0
@@ -197,14 +198,16 @@ def _code(outcomes: Sequence[PromptOutcome]) -> int:
 
 
 def _show(outcomes: Sequence[PromptOutcome]) -> int:
+    from ..text import one_line
+
     for one in outcomes:
-        text = f"  {one.outcome:<10}{one.name}"
+        text = f"  {one.outcome:<10}{one_line(one.name, 60)}"
         if one.at is not None:
             text += f": parted at token {one.at}"
         if one.margin is not None:
             text += f", the control prefers its own by {one.margin:.3f} nats"
         if one.why:
-            text += f", {one.why}"
+            text += f", {one_line(one.why)}"
         print(text)
     counts = {
         word: sum(one.outcome == word for one in outcomes)
@@ -218,6 +221,7 @@ def _kl(args: argparse.Namespace) -> int:
     from ..measure import Endpoint
     from ..quality.greedy import load_greedy
     from ..quality.greedy_kl import compare_recorded, kl_bound
+    from ..text import one_line
     from .measure import stop_on_signals
 
     candidate = load_greedy(args.candidate)
@@ -237,8 +241,8 @@ def _kl(args: argparse.Namespace) -> int:
         return 0
     for one in found:
         print(
-            f"  {one.outcome:<5}{one.name}: token {one.at}, KL {one.position.kl:.4g} nats, "
-            f"common mass {one.position.common_mass:.4f}"
+            f"  {one.outcome:<5}{one_line(one.name, 60)}: token {one.at}, "
+            f"KL {one.position.kl:.4g} nats, common mass {one.position.common_mass:.4f}"
         )
     worst = max(one.position.kl for one in found)
     bad = [one for one in found if one.outcome != "OK"]

@@ -20,7 +20,13 @@ from typing import Any, ClassVar
 import httpx
 
 from pytest_dsv41.engines.counters import read_samples, refuse_resets
-from pytest_dsv41.engines.next_token import Greedy, NextToken, read_object, read_prefixed
+from pytest_dsv41.engines.next_token import (
+    Greedy,
+    NextToken,
+    read_ids,
+    read_object,
+    read_prefixed,
+)
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.text import one_line
 
@@ -490,6 +496,8 @@ class Engine(ABC):
         echo = choice.get("prompt_token_ids")
         if echo is not None and echo != list(ids):
             raise MeasurementRefused("other-prompt", f"{where}: the answer is to another prompt")
+        if not isinstance(tops, list):
+            raise MeasurementRefused("no-logprobs", f"{where}: no list of log-probabilities")
         return Greedy(
             read_ids(tokens, where),
             tuple(read_prefixed(top, where) for top in tops),
@@ -565,19 +573,6 @@ def _refused(error: BaseException) -> bool:
     return False
 
 
-def read_ids(tokens: object, where: str) -> tuple[int, ...]:
-    """Read a list of token ids.
-
-    Raises:
-        MeasurementRefused: kind `bad-answer` for anything else.
-    """
-    if not isinstance(tokens, list) or not all(
-        isinstance(token, int) and not isinstance(token, bool) for token in tokens
-    ):
-        raise MeasurementRefused("bad-answer", f"{where}: no list of token ids")
-    return tuple(tokens)
-
-
 def _same_length(in_band: InBand, ids: Sequence[int], where: str) -> None:
     if in_band.prompt_tokens not in (None, len(ids)):
         raise MeasurementRefused(
@@ -605,7 +600,9 @@ def read_usage(usage: object, where: str) -> InBand:
 
     def count(holder: Mapping[str, Any], name: str) -> int | None:
         value = holder.get(name)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        if value is None or (
+            isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+        ):
             return value
         raise MeasurementRefused(
             "bad-answer", f"{where}: {name} is {one_line(repr(value), 40)}, no count"

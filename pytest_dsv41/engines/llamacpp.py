@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot, read_ids
-from pytest_dsv41.engines.next_token import Greedy, NextToken, aligned, read_indexed
+from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
+from pytest_dsv41.engines.next_token import Greedy, NextToken, aligned, read_ids, read_indexed
 from pytest_dsv41.errors import MeasurementRefused
 
 __all__ = ["LlamaCpp"]
@@ -161,8 +161,12 @@ class LlamaCpp(Engine):
         told = data.get("completion_probabilities")
         rows = told if isinstance(told, list) else []
         try:
-            known = [(int(row["id"]), read_indexed(row["top_logprobs"], where)) for row in rows]
-        except (KeyError, TypeError, ValueError):
+            ids_told = read_ids([row["id"] for row in rows], where)
+            known = [
+                (i, read_indexed(r["top_logprobs"], where))
+                for i, r in zip(ids_told, rows, strict=True)
+            ]
+        except (KeyError, TypeError):
             raise MeasurementRefused(
                 "bad-answer", f"{where}: a token's probabilities without its id"
             ) from None
@@ -194,7 +198,7 @@ def _in_band(data: Mapping[str, Any]) -> InBand:
     told = {
         name: float(value)
         for name, value in (timings if isinstance(timings, Mapping) else {}).items()
-        if isinstance(value, int | float)
+        if isinstance(value, int | float) and -1e15 < value < 1e15
     }
     cached = told.get("cache_n")
     return InBand(

@@ -18,7 +18,15 @@ from pytest_dsv41.text import one_line
 if TYPE_CHECKING:
     from pytest_dsv41.engines.base import InBand
 
-__all__ = ["Greedy", "NextToken", "aligned", "read_indexed", "read_object", "read_prefixed"]
+__all__ = [
+    "Greedy",
+    "NextToken",
+    "aligned",
+    "read_ids",
+    "read_indexed",
+    "read_object",
+    "read_prefixed",
+]
 
 _PREFIX: Final = "token_id:"
 
@@ -98,7 +106,7 @@ def read_object(content: bytes, where: str) -> dict[str, Any]:
 
     try:
         data = json.loads(content, object_pairs_hook=once)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MeasurementRefused(
             "bad-answer", f"{where}: no JSON: {one_line(str(error), 100)}"
         ) from None
@@ -118,7 +126,7 @@ def read_prefixed(entries: object, where: str) -> tuple[tuple[int, float], ...]:
     found = []
     for name, value in entries.items():
         digits = str(name).removeprefix(_PREFIX)
-        if digits == name or not (digits.isascii() and digits.isdigit()):
+        if digits == name or not (digits.isascii() and digits.isdigit() and len(digits) < 19):
             raise MeasurementRefused(
                 "bad-answer",
                 f"{where}: {one_line(str(name), 60)!r} names no token id: the server does not "
@@ -139,15 +147,32 @@ def read_indexed(entries: object, where: str) -> tuple[tuple[int, float], ...]:
     found = []
     for entry in entries:
         token = entry.get("id") if isinstance(entry, Mapping) else None
-        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+        if not _is_token(token):
             raise MeasurementRefused("bad-answer", f"{where}: an entry without a token id")
+        assert isinstance(token, int)
         found.append((token, _number(entry.get("logprob"), where)))
     return tuple(found)
 
 
+def read_ids(tokens: object, where: str) -> tuple[int, ...]:
+    """Read a list of token ids.
+
+    Raises:
+        MeasurementRefused: kind `bad-answer` for anything else.
+    """
+    if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
+        raise MeasurementRefused("bad-answer", f"{where}: no list of token ids")
+    return tuple(tokens)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
 def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise MeasurementRefused(
-            "bad-answer", f"{where}: {one_line(repr(value), 40)} is no log-probability"
-        )
-    return float(value)
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 62
+    if isinstance(value, float) or (whole and isinstance(value, int)):
+        return float(value)
+    raise MeasurementRefused(
+        "bad-answer", f"{where}: {one_line(repr(value), 40)} is no log-probability"
+    )

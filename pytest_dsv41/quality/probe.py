@@ -278,6 +278,7 @@ def run_probe(
             total=len(prompts) * positions,
             progress=progress,
             stop=stop,
+            deadline_ns=deadline_ns,
         )
         pieces = [run.pieces(prompt, positions, client) for prompt in prompts]
         if prefixes is not None:
@@ -288,7 +289,7 @@ def run_probe(
         if under.concurrency == 1:
             answers = [run.ask_prompt(piece, client) for piece in pieces]
         else:
-            answers = run.ask_beside(pieces, deadline_ns, context)
+            answers = run.ask_beside(pieces, context)
         in_band = [told for prompt in answers for _, told, _ in prompt]
         if before is not None:
             run.prove_alone(client, before, in_band)
@@ -378,7 +379,9 @@ class _Run:
         total: int,
         progress: Callable[[ProbeProgress], None] | None,
         stop: threading.Event | None,
+        deadline_ns: int,
     ) -> None:
+        self._deadline_ns = deadline_ns
         self.engine = engine
         self.endpoint = endpoint
         self.model = model
@@ -427,6 +430,8 @@ class _Run:
                 self._top_n,
                 cache=cache,
                 salt=salt,
+                # A long prompt's prefill may take its time; the deadline ends it.
+                timeout=max(0.1, (self._deadline_ns - time.monotonic_ns()) / 1e9),
                 client=client,
             )
             top = checked_vector(found.top, top_n=self._top_n)
@@ -447,7 +452,7 @@ class _Run:
         return Position(piece.prompt.name, length, sha, cached, top), found.in_band, found.echoed
 
     def ask_beside(
-        self, pieces: Sequence[_Pieces], deadline_ns: int, context: ssl.SSLContext | None
+        self, pieces: Sequence[_Pieces], context: ssl.SSLContext | None
     ) -> list[list[_Asked]]:
         """Ask for several prompts at a time, each with a connection of its own."""
         own = threading.local()
@@ -457,7 +462,10 @@ class _Run:
                 try:
                     if not hasattr(own, "client"):
                         client = control_client(
-                            self.endpoint, stop=self._stop, deadline_ns=deadline_ns, context=context
+                            self.endpoint,
+                            stop=self._stop,
+                            deadline_ns=self._deadline_ns,
+                            context=context,
                         )
                         with self._lock:
                             own.client = clients.enter_context(client)

@@ -64,7 +64,7 @@ def read_sealed(
         raise UsageError(f"{path}: {error.strerror}") from None
     try:
         body = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: no {kind}: not JSON: {one_line(str(error), 100)}") from None
     valid = (schema,) if isinstance(schema, str) else schema
     if not isinstance(body, dict) or body.get("schema") not in valid:

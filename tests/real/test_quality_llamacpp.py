@@ -143,7 +143,9 @@ def test_asked_alone_production_never_differs_from_itself(production: Endpoint) 
     assert [position.top for position in one.positions] == [p.top for p in two.positions]
     assert one.notes == ()
     # One cold prefill a prompt, the rest on top of it.
-    assert [p.cached_tokens for p in one.positions[:2]] == [0, one.positions[0].prefix_tokens]
+    cached = [position.cached_tokens or 0 for position in one.positions[:8]]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 0.9 * one.positions[0].prefix_tokens
 
 
 def test_production_against_itself_passes_ten_of_ten(

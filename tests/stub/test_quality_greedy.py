@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_groups import endpoint, stub
 
@@ -261,6 +261,7 @@ def test_other_prompts_and_lengths_are_refused() -> None:
         assert refused.value.kind == kind
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=12), st.data())
 def test_a_place_that_is_told_is_the_right_one(tokens: list[int], data: st.DataObject) -> None:
     kept = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))

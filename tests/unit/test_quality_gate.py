@@ -83,6 +83,7 @@ def test_with_one_aa_run_the_least_losing_counts_are_the_published_ones(
         assert len(found.reasons) == (verdict == "LOSS")
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 60), st.lists(st.integers(0, 20), min_size=1, max_size=5))
 def test_counts_are_held_against_the_exact_conditional_binomial(c: int, aa: list[int]) -> None:
     found = count_test(c, tuple(aa))
@@ -382,7 +383,7 @@ def test_other_files_are_no_band(tmp_path: Path, text: str) -> None:
 # ---- the whole -------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.sampled_from(["same", "flip", "thin", "far"]), min_size=N, max_size=N),
     st.lists(

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax, rel_entr
 
@@ -128,6 +128,7 @@ def two_models(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return log_softmax(logits), log_softmax(logits + apart * rng.normal(size=size))
 
 
+@settings(max_examples=60, deadline=None)
 @given(two_models(), st.integers(1, 30))
 def test_never_above_the_full_divergence_and_never_below_zero(
     models: tuple[np.ndarray, np.ndarray], top_n: int
@@ -147,6 +148,7 @@ def test_never_above_the_full_divergence_and_never_below_zero(
         assert found.kl == pytest.approx(full, abs=1e-7)
 
 
+@settings(max_examples=60, deadline=None)
 @given(two_models())
 def test_the_order_of_the_lists_does_not_matter(models: tuple[np.ndarray, np.ndarray]) -> None:
     p, q = ([(i, float(v)) for i, v in enumerate(side)][:20] for side in models)
