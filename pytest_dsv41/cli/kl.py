@@ -145,6 +145,8 @@ def _record(args: argparse.Namespace) -> int:
     from ..quality.reference import corpus_plan, open_recording, plan_like, record_topk
     from .measure import stop_on_signals
 
+    if (args.folder / "topk.json").exists():
+        raise UsageError(f"{args.folder}: already holds a reference, which is never overwritten")
     try:
         engine = get_engine(args.engine)
         if args.like is not None:
@@ -190,6 +192,7 @@ def _score(args: argparse.Namespace) -> int:
         Dense,
         build_report,
         open_recording,
+        rows_path,
         score,
         score_topk,
         write_report,
@@ -197,8 +200,9 @@ def _score(args: argparse.Namespace) -> int:
 
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads {args.threads}: at least 1")
-    if args.out.exists():
-        raise UsageError(f"{args.out}: exists; a report is never overwritten")
+    for path in (args.out, rows_path(args.out)):
+        if path.exists():
+            raise UsageError(f"{path}: exists; a report is never overwritten")
     reference = open_recording(args.reference)
     candidate = open_recording(args.candidate, model=args.model)
     topk = None

@@ -272,6 +272,11 @@ def test_a_report_is_never_overwritten(report: Path, capsys: pytest.CaptureFixtu
     assert main([*words, "--out", str(report)]) == 4
     assert "exists; a report is never overwritten" in capsys.readouterr().err
     assert report.read_bytes() == before
+    # Rows without their report are told before the scoring, not after it.
+    report.rename(report.with_name("kept.json"))
+    assert main([*words, "--out", str(report)]) == 4
+    assert "gate.json.rows: exists" in capsys.readouterr().err
+    report.with_name("kept.json").rename(report)
     p, q = (open_recording(report.parent / name) for name in "pq")
     scores = score(p, q)
     own = build_report(scores, p.documents, model="w4", reference="r", ref_dir="d", corpus="")

@@ -18,7 +18,12 @@ from pytest_dsv41.quality.reference.llamacpp import BaseFile
 from pytest_dsv41.quality.reference.manifest import Document, Manifest, fingerprint
 from pytest_dsv41.quality.reference.record import Plan, corpus_plan, plan_like, record_topk
 from pytest_dsv41.quality.reference.recording import Recording
-from pytest_dsv41.quality.reference.report import build_report, read_report, write_report
+from pytest_dsv41.quality.reference.report import (
+    build_report,
+    read_report,
+    rows_path,
+    write_report,
+)
 from pytest_dsv41.quality.reference.score import Scores, score
 from pytest_dsv41.quality.reference.topk import TopkRecording, TopkScores, TopkWriter, score_topk
 from pytest_dsv41.quality.reference.verify import verify
@@ -48,6 +53,7 @@ __all__ = [
     "read_receipt",
     "read_report",
     "record_topk",
+    "rows_path",
     "score",
     "score_topk",
     "verify",
