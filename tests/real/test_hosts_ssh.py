@@ -16,6 +16,7 @@ from tests.unit.test_hosts_contract import (  # noqa: F401 - the contract, run o
     folder,
     test_a_command_answers_with_its_output_and_code,
     test_a_command_line_that_no_machine_could_take_is_refused,
+    test_a_damaged_epoch_stops_every_act,
     test_a_failing_command_says_its_code,
     test_a_file_is_created_once_and_its_bytes_stay,
     test_a_missing_program_is_127,

@@ -134,6 +134,17 @@ def test_a_newer_epoch_locks_an_older_one_out_of_every_act(host: Host, folder: s
     assert host.read(hold) is None
 
 
+@pytest.mark.parametrize("content", ["", "five\n"])
+def test_a_damaged_epoch_stops_every_act(host: Host, folder: str, content: str) -> None:
+    fence = Fence.beside(f"{folder}/HOLD", 6)
+    host.write(fence.path, content)
+    with pytest.raises(CommandFailed):
+        host.run(["true"], name="act", deadline_s=30.0, fence=fence)
+    with pytest.raises(CommandFailed):
+        host.create(f"{folder}/HOLD", "x", fence=fence)
+    assert host.read(f"{folder}/HOLD") is None
+
+
 def test_a_port_that_nobody_listens_on_is_down(host: Host) -> None:
     assert host.port(LocalHost.free_port()) is Probe.DOWN
 

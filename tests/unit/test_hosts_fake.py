@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -295,6 +296,27 @@ def test_processes_share_one_world(world: FakeWorld, tmp_path: Path) -> None:
     assert outcomes.count("done") == 25
     assert sum(outcome.startswith("FileExistsError") for outcome in outcomes) == 50
     assert [e["act"] for e in world.events()] == list(range(1, 76))
+
+
+def test_threads_share_one_world(world: FakeWorld, alpha: FakeHost) -> None:
+    def act(number: int) -> None:
+        for _ in range(30):
+            alpha.write(f"/t/{number}", str(int(alpha.read(f"/t/{number}") or b"0") + 1))
+
+    threads = [threading.Thread(target=act, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [alpha.read(f"/t/{number}") for number in range(4)] == [b"30"] * 4
+    assert [e["act"] for e in world.events()] == list(range(1, len(world.events()) + 1))
+
+
+def test_acts_inside_of_a_transaction_are_part_of_it(world: FakeWorld, alpha: FakeHost) -> None:
+    with world.transaction() as state:
+        alpha.create("/a", "x")
+        state.machines["alpha"].store("/b", b"y", synced=True)
+    assert (alpha.read("/a"), alpha.read("/b")) == (b"x", b"y")
 
 
 def test_wrong_names_are_refused_with_the_valid_ones(world: FakeWorld, tmp_path: Path) -> None:

@@ -225,7 +225,10 @@ class FakeHost:
         if fence is None:
             return
         raw = machine.load(fence.path)
-        seen = int(raw) if raw else 0
+        try:
+            seen = 0 if raw is None else int(raw)
+        except ValueError as error:
+            raise CommandFailed(f"fence {fence.path}: unreadable ({error})", 1) from error
         if seen > fence.epoch:
             raise StaleEpoch(stale(what, self.name, seen, fence), FENCED_OFF)
         if seen < fence.epoch:

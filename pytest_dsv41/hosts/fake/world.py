@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -147,6 +148,8 @@ class FakeWorld:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = FileLock(folder / "lock")
+        self._threads = threading.RLock()
+        self._depth = 0
         self._seen = -1
         self._state: State | None = None
         self._programs: dict[str, Program] | None = None
@@ -303,8 +306,17 @@ class FakeWorld:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._lock:
-            yield
+        # The file's lock tells processes apart, not the threads of one, nor an act within an act.
+        with self._threads:
+            self._depth += 1
+            try:
+                if self._depth == 1:
+                    self._lock.acquire(blocking=True)
+                yield
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._lock.release()
 
     def programs(self, state: State) -> dict[str, Program]:
         """The built-in programs and the world's own."""
