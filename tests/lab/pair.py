@@ -19,6 +19,7 @@ import psutil
 from pytest_dsv41.hosts import CommandLog, Probe
 from pytest_dsv41.hosts.scopes import end_scopes, live_scopes
 from pytest_dsv41.hosts.ssh import SshHost
+from pytest_dsv41.lifecycle.recover import look
 from pytest_dsv41.targets import TargetContext, spark_pair_target
 from pytest_dsv41.targets.spark_pair import SparkPairTarget
 from pytest_dsv41.window.spec import load_spec
@@ -270,9 +271,8 @@ class Pair:
         )
 
     def status(self) -> dict[str, Any]:
-        """What `dsv41 status --json` says."""
-        facts: dict[str, Any] = json.loads(self.dsv41("status", "--json").stdout)
-        return facts
+        """What `dsv41 status --json` says, without a process for each look."""
+        return look(self.campaign).to_json()
 
     def keepers(self) -> list[psutil.Process]:
         """Keepers of this campaign that live."""
