@@ -197,7 +197,8 @@ def run_start(
         try:
             fault = pin_fault(cell.name, cell_definition(cell)["prompt_sha256"])
         except (UsageError, MeasurementRefused) as error:
-            fault = one_line(str(error))
+            # What to do about a missing prompt belongs to a prompt that is needed.
+            fault = one_line(str(error).partition(" (")[0])
         if fault is not None:
             bridged[cell.name] = {"refused": f"not run: {fault}"}
             continue
