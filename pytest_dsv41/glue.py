@@ -37,6 +37,7 @@ from .lifecycle.session import State, WindowRun, as_arm
 from .measure import METRICS, prompt_identity
 from .neighbours import refuse_neighbours
 from .options import option
+from .rehearsing import Fault, Rehearsal, rehearsed
 from .report.progress import Progress
 from .signals import Signals, StopNow
 from .targets import TARGETS, TargetFactory, name_class, name_factory
@@ -50,6 +51,9 @@ __all__ = ["WindowPlugin", "list_windows", "register"]
 
 CAUSE = pytest.StashKey[BaseException]()
 _OPEN = "window::open"
+_REHEARSAL = (
+    "window: REHEARSAL on simulated hosts: nothing real is touched, the verdict is nobody's"
+)
 _SEAM_LEAST_S = 60.0
 """What start B may take beside three times its estimate."""
 _RESTORE = "window::restore"
@@ -99,7 +103,11 @@ def register(config: pytest.Config) -> None:
         )
     except OurUsageError as error:
         raise pytest.UsageError(str(error)) from None
-    plugin = WindowPlugin(config, spec, targets, engines, _chain_use(config))
+    rehearsal = _rehearsal(config)
+    if rehearsal is not None:
+        given = option(config, "window_out")
+        spec = rehearsed(spec, Path(given) if given else None)
+    plugin = WindowPlugin(config, spec, targets, engines, _chain_use(config), rehearsal)
     config.pluginmanager.register(fixtures, "dsv41-fixtures")
     config.pluginmanager.register(plugin.collector, "dsv41-cells")
     config.pluginmanager.register(plugin, "dsv41-window")
@@ -114,6 +122,19 @@ def _variables(pairs: Sequence[str]) -> dict[str, str]:
             raise pytest.UsageError(f"--window-set {pair}: write NAME=VALUE")
         values[name] = value
     return values
+
+
+def _rehearsal(config: pytest.Config) -> tuple[Fault, ...] | None:
+    """The faults of a rehearsal; None where the window is run in earnest."""
+    wanted = option(config, "window_fault")
+    if not option(config, "window_rehearse"):
+        if wanted:
+            raise pytest.UsageError("--window-fault breaks simulated hosts: add --window-rehearse")
+        return None
+    try:
+        return tuple(Fault.parse(text) for text in wanted)
+    except OurUsageError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def _chain_use(config: pytest.Config) -> ChainUse:
@@ -160,9 +181,12 @@ class WindowPlugin:
         targets: dict[str, TargetFactory],
         engines: dict[str, str],
         chain: ChainUse,
+        faults: tuple[Fault, ...] | None = None,
     ) -> None:
         self.config = config
         self.chain = chain
+        # Made before the target is looked at: its hosts lie in the rehearsal's world.
+        self.rehearsal = None if faults is None else Rehearsal(spec, faults)
         self.engines = engines
         self.spec = spec
         self.factory = targets[spec.target.kind]
@@ -250,6 +274,7 @@ class WindowPlugin:
         spec = self.spec
         return [
             f"window: {self.window_id} ({spec.kind}): {spec.hypothesis}",
+            *([_REHEARSAL] if self.rehearsal is not None else []),
             f"window: {spec.schedule}, cells {', '.join(self._cell_names())}",
         ]
 
@@ -343,13 +368,18 @@ class WindowPlugin:
             self._record(),
             folder,
             self.factory,
-            on_step=lambda name, event: hook.pytest_dsv41_step(name=name, event=event),
+            on_step=self._step,
             on_state=self._show,
             rules=rules,
             report_only=bool(option(self.config, "window_report_only")),
             prompts=self._prompts(),
             chain=self.chain,
         )
+
+    def _step(self, name: str, event: str) -> None:
+        if self.rehearsal is not None:
+            self.rehearsal.step(name, event)
+        self.config.hook.pytest_dsv41_step(name=name, event=event)
 
     def _open(self, session: pytest.Session) -> None:
         """Open the window; a refusal leaves no item to run."""
@@ -358,6 +388,8 @@ class WindowPlugin:
         self.run = self._new_run(self.folder)
         self.signals.install()
         try:
+            if self.rehearsal is not None:
+                self.rehearsal.begin()
             self.run.open()
         except BaseException as error:
             reason = one_line(str(error) or type(error).__name__, 2000)
@@ -693,6 +725,9 @@ class WindowPlugin:
             terminalreporter.section("window")
             terminalreporter.write_line(text)
             terminalreporter.write_line(f"window folder: {self.folder}")
+        if self.rehearsal is not None:
+            for missed in self.rehearsal.not_struck:
+                terminalreporter.write_line(f"fault {missed}: the window has no such step")
         for note in self.notes:
             terminalreporter.write_line(note)
 
@@ -719,6 +754,8 @@ class WindowPlugin:
         self._erase()
 
     def pytest_unconfigure(self) -> None:
+        if self.rehearsal is not None:
+            self.rehearsal.end()
         self._progress.close()
         try:
             sys.stdout.flush()

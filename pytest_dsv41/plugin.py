@@ -94,6 +94,25 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "bool",
     ),
     (
+        "window-rehearse",
+        {
+            "action": "store_true",
+            "help": "run the window over simulated hosts and the stub engine; nothing real is "
+            "touched, the verdict means nothing",
+        },
+        "bool",
+    ),
+    (
+        "window-fault",
+        {
+            "action": "append",
+            "default": [],
+            "metavar": "NAME[/HOST]@STEP",
+            "help": "with --window-rehearse: break a host at the beginning of a journalled step",
+        },
+        "linelist",
+    ),
+    (
         "window-list",
         {"action": "store_true", "help": "list the shipped example windows and end"},
         "bool",

@@ -42,6 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"  intent      {status.intent.window if status.intent else 'none'}")
     print(f"  lease       {status.lease}")
     print(f"  window      {status.window or 'none yet'}")
+    if status.facts.marker.value != "none":
+        owner = status.marker.placeholder_owner if status.marker else "unreadable"
+        print(f"  chain       {owner}" + (f": stopped: {status.stopped}" if status.stopped else ""))
+    for left in status.leftovers:
+        print(f"  left over   placeholder on {left.host}: {left.why} ({left.owner})")
     for name in status.unfinished:
         print(f"  unfinished  {name} has no summary")
     if status.command:

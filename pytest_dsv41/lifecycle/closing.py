@@ -174,7 +174,7 @@ class _Closer:
                 self.fail(ALERT, str(error))
                 return
         state, owner = self.hold.state_for_window(self.window_id)
-        if self.handed_over(marker, state):
+        if self.handed_over(marker, state, mine):
             self.chained()
             return
         if not mine and marker is not None and self.in_chain():
@@ -208,12 +208,15 @@ class _Closer:
         """Whether this window found production down by its chain."""
         return self.journal.mode() in ("chained", "abort")
 
-    def handed_over(self, marker: Marker | None, state: HoldState) -> bool:
-        """Whether a chained end of this window came to its end, in this process or another."""
+    def handed_over(self, marker: Marker | None, state: HoldState, mine: bool) -> bool:
+        """Whether a chained end of this window came to its end, in this process or another.
+
+        An intent of this window without a marker is what a chain's end by hand was killed in.
+        """
         if marker is not None and marker.window == self.window_id:
             gone = state in (HoldState.NONE, HoldState.FOREIGN)
             return gone or (state is HoldState.UNREADABLE and self.journal.handed_over())
-        return self.journal.handed_over()
+        return self.journal.handed_over() and not mine
 
     def chained(self) -> None:
         """Production stays down for the chain's next window."""

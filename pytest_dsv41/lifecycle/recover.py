@@ -27,6 +27,7 @@ from .marker import (
     Leftover,
     Marker,
     abort_record,
+    marker_path,
     read_leftovers,
     read_marker,
     refused_record,
@@ -67,7 +68,7 @@ def recover_window(
             mine = intent is not None and intent.window == record.window
             if not mine and not journal.left_down() and not _own_hold(target, record.window):
                 return before
-            if mine and journal.handed_over():
+            if mine and journal.handed_over() and marker_path(campaign).exists():
                 # The window ended as it was meant to: production is the chain's.
                 return before
             # The session has ended and said why; what is missing is production.
@@ -179,6 +180,9 @@ class Status:
         command = self.observation.command
         if command.startswith("dsv41 ") and "(" not in command:
             return f"{command} --campaign {shlex.quote(str(self.campaign))}"
+        if not command and self.leftovers and self.observation.answer is Answer.CLEAN:
+            owner = shlex.quote(self.leftovers[0].owner)
+            return f"dsv41 chain end --owner {owner} --campaign {shlex.quote(str(self.campaign))}"
         if not command and self.unfinished and self.observation.answer is Answer.CLEAN:
             return f"dsv41 recover --campaign {shlex.quote(str(self.campaign))}"
         return command

@@ -274,6 +274,9 @@ def follow(pair: Pair, status: Status) -> None:
         recover_campaign(campaign)
     elif command.startswith("dsv41 chain end"):
         end_by_hand(campaign)
+    elif command == "start production by hand":
+        # A host was restarted while production served: no window has to do with it.
+        pair.target().start_production()
     elif command.startswith("dsv41 chain abort --again"):
         lease = Lease(campaign)
         lease.acquire("by hand", 60.0)
@@ -291,9 +294,12 @@ def settle(pair: Pair) -> None:
         status = look(pair.campaign)
         never_clean_while_down(pair, status)
         if status.observation.answer is Answer.CLEAN:
-            if status.unfinished and status.command:
+            if status.unfinished:
                 recover_campaign(pair.campaign)
                 continue
+            for left in status.leftovers:
+                assert status.command.startswith(f"dsv41 chain end --owner {left.owner}")
+                end_by_hand(pair.campaign, owner=left.owner)
             pair.nothing_is_left()
             break
         if status.observation.answer is Answer.CHAIN_WAITING:
