@@ -20,9 +20,12 @@ from pytest_dsv41.quality.bands import Band, production_of, refuse_unfit
 from pytest_dsv41.quality.compare import compare_probes
 from pytest_dsv41.quality.kl import COMMON_MASS, PositionKL
 from pytest_dsv41.quality.probe import Probe
+from pytest_dsv41.quality.prompts import DIST_PROMPTS
 
-__all__ = ["CountTest", "GateResult", "SubsetKL", "count_test", "judge"]
+__all__ = ["DIST_PROMPTS", "CountTest", "GateResult", "SubsetKL", "count_test", "judge"]
 
+CACHED_APART: Final = 0.1
+"""Shares of cached prompt tokens that differ by more than this are remarked on."""
 FMETHOD_MARGIN: Final = 2
 """The literal rule loses from so many positions above the A/A's most on."""
 
@@ -146,6 +149,12 @@ def judge(band: Band, seal: str, control: Probe, candidate: Probe) -> GateResult
         remarks.append(
             f"with prompts resampled in place of positions the ceiling is "
             f"{band.prompt_ceiling:.3g}: the mean KL is {word} it"
+        )
+    shares = (control.cached_share, candidate.cached_share)
+    if None not in shares and abs((shares[0] or 0) - (shares[1] or 0)) > CACHED_APART:
+        remarks.append(
+            f"the control took {100 * (shares[0] or 0):.0f} % of its prompt tokens from a cache, "
+            f"the candidate {100 * (shares[1] or 0):.0f} %: part of the KL may be that"
         )
     remarks += [
         f"the {probe.role}: {note}" for probe in (control, candidate) for note in probe.notes

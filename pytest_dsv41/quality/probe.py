@@ -153,6 +153,15 @@ class Probe:
         """The subsets it covers, as `short,32k`."""
         return ",".join(dict.fromkeys(prompt.subset for prompt in self.prompts))
 
+    @property
+    def cached_share(self) -> float | None:
+        """The share of prompt tokens that came from the cache, 0 to 1; None: not all told."""
+        cached = [position.cached_tokens for position in self.positions]
+        told = [tokens for tokens in cached if tokens is not None]
+        if len(told) != len(cached):
+            return None
+        return sum(told) / sum(position.prefix_tokens for position in self.positions)
+
     def check(self) -> None:
         """Hold the record against itself: what a gate may rely on.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -227,6 +228,25 @@ def test_a_probes_notes_reach_the_report() -> None:
         make_probe(N, role="candidate", band=SEAL),
     )
     assert "the control: cache-unproved" in found.remarks
+
+
+def test_a_cache_that_one_side_alone_used_is_remarked_on() -> None:
+    band, control = band_of(kinds(N, far=20)), make_probe(N)
+    candidate = make_probe(N, role="candidate", band=SEAL)
+    warm = replace(
+        candidate,
+        positions=tuple(
+            replace(position, cached_tokens=position.prefix_tokens // 2)
+            for position in candidate.positions
+        ),
+    )
+    assert not [r for r in judge(band, SEAL, control, candidate).remarks if "cache" in r]
+    assert [r for r in judge(band, SEAL, control, warm).remarks if "the candidate 50 %" in r]
+    # What is not told is not compared.
+    silent = tuple(replace(position, cached_tokens=None) for position in control.positions)
+    unknown = replace(control, positions=silent)
+    assert unknown.cached_share is None
+    assert not [r for r in judge(band, SEAL, unknown, warm).remarks if "from a cache" in r]
 
 
 # ---- refusals --------------------------------------------------------------------------------
