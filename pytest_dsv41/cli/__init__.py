@@ -22,6 +22,7 @@ COMMANDS = {
     "aa-pilot": "production against itself: run, compare, accumulate",
     "ab": "compare two servers that already run: dsv41 ab URL_A URL_B",
     "archive": "the control archive: head, append, verify, query, spread, plot, migrate",
+    "calib": "push a corpus through a server that records a calibration; 0 enough, 1 not",
     "chain": "windows back to back: gate, abort, placeholders, end, status",
     "compare": "set two windows side by side",
     "corpus": "cut prompts to token lengths and pin them, hold a corpus against its pins",
