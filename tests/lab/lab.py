@@ -43,6 +43,8 @@ def missing() -> str:
         return "the lab hosts need overlayfs in the kernel"
     if _cgroups() is None:
         return "the lab hosts need a mounted cgroup v2"
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        return "the lab hosts need mount namespaces, which this container forbids"
     return ""
 
 
@@ -51,6 +53,12 @@ def _cgroups() -> Path | None:
         if (folder / "cgroup.controllers").exists():
             return folder
     return None
+
+
+def _hidden(path: Path) -> bool:
+    """Whether a host, which sees this machine's root file system, does not see `path`."""
+    mounted_over = any(path.is_relative_to(folder) for folder in ("/tmp", "/run", "/root"))
+    return mounted_over or path.stat().st_dev != Path("/").stat().st_dev
 
 
 def _do(*argv: str) -> None:
@@ -200,7 +208,8 @@ class Lab:
         group = self._cgroups / self.namespace(host)
         group.mkdir(exist_ok=True)
         root = Path(__file__).resolve().parents[2]
-        bound = sorted({str(root), sys.prefix, sys.base_prefix, str(self.folder)})
+        needed = (root, Path(sys.prefix), Path(sys.base_prefix), self.folder)
+        bound = sorted({str(path) for path in needed if _hidden(path)})
         with (self.folder / f"{host}.console").open("ab") as console:
             self._processes[host] = subprocess.Popen(
                 [

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_dsv41.hosts import Placeholder, Probe
 from pytest_dsv41.hosts.scopes import live_scopes
-from pytest_dsv41.hosts.tmux import HOLD_HEAD
+from pytest_dsv41.hosts.tmux import HOLD_HEAD, HOLD_SESSION, PLACEHOLDER_TMUX
 from tests.lab.pair import HOLD, Pair, break_it
 
 pytestmark = pytest.mark.slow
@@ -92,13 +92,29 @@ def test_a_refused_gate_restores_by_itself(chain: Pair) -> None:
 
 
 def test_a_failure_before_the_hold_restores(chain: Pair) -> None:
+    """One placeholder died: the next window may not begin, and production is down."""
     first_window(chain)
-    broken = chain.write_window("broken")
-    target = (chain.folder / "target.toml").read_text()
-    # The window's own start cannot be: its capture and its host are as they were.
-    broken.write_text(broken.read_text().replace('target = "target.toml"', 'target = "other.toml"'))
-    (chain.folder / "other.toml").write_text(target.replace("--noise", "--no-such-noise"))
-    chain.run(env=CHAINED, window=broken)
+    kill = [*PLACEHOLDER_TMUX, "kill-session", "-t", f"={HOLD_SESSION}"]
+    chain.hosts["beta"].run(kill, name="kill", deadline_s=10.0)
+    ended = chain.run(env=CHAINED)
+    assert ended.returncode == 13, ended.output
+    assert "the chain's placeholder on beta is DOWN" in ended.output
+    assert ended.summary["restore"]["status"] == "RESTORED"
+    chain.assert_serving_and_nothing_left()
+
+
+def test_a_failed_smoke_ends_the_window_and_restores(chain: Pair) -> None:
+    first_window(chain)
+    path = chain.write_window("smoked")
+    text = path.read_text().replace('lane = "LAB"\n', 'lane = "LAB"\nsmoke = "x-first"\n')
+    path.write_text(text.replace('"1.6"', '"never"'))
+    ended = chain.run(env=CHAINED, window=path)
+    assert ended.returncode == 12, ended.output
+    assert "smoke fast: FAIL at start" in ended.output
+    assert not (chain.campaign / "control-archive.jsonl").exists() or all(
+        json.loads(row).get("window") != ended.summary["window"]["id"]
+        for row in (chain.campaign / "control-archive.jsonl").read_text().splitlines()
+    )
     chain.assert_serving_and_nothing_left()
 
 
