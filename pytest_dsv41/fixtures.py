@@ -90,6 +90,7 @@ class Measure:
             deadline_s=self._plugin.spec.limits.item_s,
             stop=run.stop_event,
             progress=lambda now: self._plugin.tell(self._planned, now.text),
+            reader=self._plugin.reader,
             keep_bytes=self.cell.record == "bytes",
         )
         if self.cell.record != "none":

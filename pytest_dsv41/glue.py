@@ -34,7 +34,7 @@ from .lifecycle.finish import ARCHIVE_NAME, refuse_window
 from .lifecycle.marker import marker_path
 from .lifecycle.record import TargetRecord
 from .lifecycle.session import State, WindowRun, as_arm
-from .measure import METRICS, prompt_identity
+from .measure import METRICS, Reader, prompt_identity
 from .neighbours import refuse_neighbours
 from .options import option
 from .rehearsing import Fault, Rehearsal, rehearsed
@@ -201,6 +201,7 @@ class WindowPlugin:
         self.plan_text = ""
         self.results: dict[str, fixtures.Recorded] = {}
         self.signals = Signals(self._request_stop)
+        self.reader = Reader()
         self._begun: dict[str, tuple[str, float]] = {}
         self._last_index = -1
         self._closing = False
@@ -756,6 +757,7 @@ class WindowPlugin:
     def pytest_unconfigure(self) -> None:
         if self.rehearsal is not None:
             self.rehearsal.end()
+        self.reader.close()
         self._progress.close()
         try:
             sys.stdout.flush()

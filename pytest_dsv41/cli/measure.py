@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..measure import GroupResult, Request
+    from ..measure import GroupResult, Reader, Request
 
 _PLAIN_S = 5.0
 
@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
     requests = _requests(args)
     rows: list[dict[str, Any]] = []
     code = 0
-    with stop_on_signals() as stop:
+    with stop_on_signals() as stop, _reader(args.reader) as reader:
         for repeat in range(args.repeats):
             try:
-                result = _measure(args, requests, repeat, stop)
+                result = _measure(args, requests, repeat, stop, reader)
             except (MeasurementFailed, MeasurementRefused) as error:
                 outcome = "failed" if isinstance(error, MeasurementFailed) else "refused"
                 rows.append({"outcome": outcome, "kind": error.kind, "reason": str(error)})
@@ -133,7 +133,11 @@ def _requests(args: argparse.Namespace) -> tuple[Request, ...]:
 
 
 def _measure(
-    args: argparse.Namespace, requests: tuple[Request, ...], repeat: int, stop: threading.Event
+    args: argparse.Namespace,
+    requests: tuple[Request, ...],
+    repeat: int,
+    stop: threading.Event,
+    reader: Reader | None,
 ) -> GroupResult:
     from ..measure import Endpoint, measure_group
 
@@ -146,7 +150,7 @@ def _measure(
             deadline_s=args.deadline,
             stop=stop,
             progress=lambda now: show(f"{which}{now.text}"),
-            reader=args.reader,
+            reader=reader,
         )
     if args.record is not None:
         from ..measure.record import write_record
@@ -174,6 +178,17 @@ def stop_on_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _reader(kind: str) -> Iterator[Reader | None]:
+    from ..measure import Reader
+
+    if kind == "thread":
+        yield None
+        return
+    with Reader() as reader:
+        yield reader
 
 
 @contextmanager

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     )
     from pytest_dsv41.measure.corpus import PROMPT_SHA256, Corpus, Prompt
     from pytest_dsv41.measure.greedy import Answer, greedy_answers
-    from pytest_dsv41.measure.group import Endpoint, GroupResult, Progress, measure_group
+    from pytest_dsv41.measure.group import Endpoint, GroupResult, measure_group
     from pytest_dsv41.measure.metrics import METRICS, Metric, Value
+    from pytest_dsv41.measure.progress import Progress
+    from pytest_dsv41.measure.reader import Reader
     from pytest_dsv41.measure.stream import StreamRecord
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Metric",
     "Progress",
     "Prompt",
+    "Reader",
     "Request",
     "Sampling",
     "StreamRecord",
@@ -47,14 +50,16 @@ _HOMES = {
     "cell": ("Builder", "Cell", "Request", "Sampling", "for_cells"),
     "corpus": ("PROMPT_SHA256", "Corpus", "Prompt"),
     "greedy": ("Answer", "greedy_answers"),
-    "group": ("Endpoint", "GroupResult", "Progress", "measure_group"),
+    "group": ("Endpoint", "GroupResult", "measure_group"),
     "metrics": ("METRICS", "Metric", "Value"),
+    "progress": ("Progress",),
+    "reader": ("Reader",),
     "stream": ("StreamRecord",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    # The reader process imports `measure.wire` and nothing else of this room.
+    # The reader process imports `measure.wire` and little else of this room.
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import httpx
 
@@ -24,17 +24,26 @@ from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageErro
 from pytest_dsv41.identity import prompt_identity
 from pytest_dsv41.measure.cell import Request
 from pytest_dsv41.measure.metrics import Value, values_of
+from pytest_dsv41.measure.progress import Progress, decodes, how_far
+from pytest_dsv41.measure.reader import Reader
 from pytest_dsv41.measure.stream import StreamRecord, check_answer, read_stream
 from pytest_dsv41.measure.transport import WireTransport
 from pytest_dsv41.measure.wire import TRANSPORT, Call, Connection, Exchange, Finished, Limits, Loop
 
-__all__ = ["Endpoint", "GroupResult", "Progress", "evaluate", "measure_group", "stream_group"]
+__all__ = [
+    "Endpoint",
+    "GroupResult",
+    "Progress",
+    "Reader",
+    "evaluate",
+    "measure_group",
+    "stream_group",
+]
 
 _BUSY_S: Final = 3.0
 _SETTLE_S: Final = 5.0
 _LOOK_S: Final = 0.02
 _SCRAPE_S: Final = 5.0
-_ACCEPTED: Final = b'"draft_n_accepted":'
 
 
 @dataclass(frozen=True)
@@ -46,30 +55,6 @@ class Endpoint:
     model: str = ""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Sent with every request (an API key); never in a record."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a running group is: what its streams show before any of them is judged.
-
-    `rounds` are engine steps after each stream's first, by the server's own running count where it
-    has one, else by the events (one an engine step in vLLM).
-    """
-
-    tokens: int
-    rounds: int
-    events: int
-    elapsed_s: float
-    tok_s: float
-    finished: int
-    streams: int
-
-    @property
-    def text(self) -> str:
-        """It in a few words."""
-        if not self.tokens:
-            return f"waiting for the first token, {self.elapsed_s:.0f} s"
-        return f"{self.tokens} tokens, {self.rounds} rounds, {self.tok_s:.1f} tokens/s"
 
 
 @dataclass(frozen=True)
@@ -144,7 +129,7 @@ def measure_group(
     require: Sequence[str] = (),
     context: ssl.SSLContext | None = None,
     keep_bytes: bool = False,
-    reader: Literal["thread", "process"] = "thread",
+    reader: Reader | None = None,
 ) -> GroupResult:
     """Send `requests` at one time, wait for all of them, and judge what came.
 
@@ -157,8 +142,8 @@ def measure_group(
         require: metrics that must come out; a missing one refuses the group.
         context: TLS settings; None for the system's.
         keep_bytes: keep what came over the socket (in `exchanges`).
-        reader: who reads the streams: the calling thread, or a process that does nothing else and
-            that no pause of this one can hold up (no progress, no `context`, none late).
+        reader: a process that reads the streams and does nothing else, so that no pause of this
+            one can hold it up (without `context`); None: the calling thread reads.
 
     Raises:
         MeasurementFailed: a request did not deliver; nothing is averaged over it.
@@ -247,7 +232,7 @@ def stream_group(
     progress: Callable[[Progress], None] | None = None,
     context: ssl.SSLContext | None = None,
     keep_bytes: bool = False,
-    reader: Literal["thread", "process"] = "thread",
+    reader: Reader | None = None,
     gauge: _Gauge | None = None,
 ) -> tuple[list[Finished], list[StreamRecord]]:
     """Send the requests and read their streams; no counters are looked at.
@@ -259,22 +244,25 @@ def stream_group(
     engine = get_engine(endpoint.engine)
     calls = [_call(engine, endpoint, model, request) for request in requests]
     late = [request.late for request in requests]
-    if reader == "process":
-        if gauge is not None:
-            raise UsageError("late requests are read in this process: reader='thread'")
-        from pytest_dsv41.measure.reader import read_elsewhere
-
-        finished = read_elsewhere(
-            calls,
-            unix=unix_path(endpoint.url),
-            deadline_ns=deadline_ns,
-            stop=stop,
-            keep_bytes=keep_bytes,
-        )
+    watching = gauge.watching() if gauge is not None else contextlib.nullcontext()
+    if reader is not None:
+        if context is not None:
+            raise UsageError("TLS settings of one's own need streams read in the calling thread")
+        with watching:
+            finished = reader.read(
+                calls,
+                unix=unix_path(endpoint.url),
+                deadline_ns=deadline_ns,
+                stop=stop,
+                late=late,
+                keep_bytes=keep_bytes,
+                progress=progress,
+            )
     else:
-        finished = _read_here(
-            endpoint, calls, late, deadline_ns, stop, progress, context, keep_bytes, gauge
-        )
+        with watching:
+            finished = _read_here(
+                endpoint, calls, late, deadline_ns, stop, progress, context, keep_bytes
+            )
     for exchange in finished:
         # What ended the group is said, not that it ended the others.
         if exchange.status != 200 or (exchange.failure and exchange.failure.kind != "abandoned"):
@@ -289,7 +277,8 @@ def stream_group(
         for exchange, request in zip(finished, requests, strict=True)
     ]
     if gauge is not None:
-        gauge.judge()
+        ends = [one.end_ns for one, waits in zip(finished, late, strict=True) if not waits]
+        gauge.judge(min(ends))
     return finished, streams
 
 
@@ -302,7 +291,6 @@ def _read_here(
     progress: Callable[[Progress], None] | None,
     context: ssl.SSLContext | None,
     keep_bytes: bool,
-    gauge: _Gauge | None,
 ) -> list[Finished]:
     exchanges: list[Exchange] = []
     with Loop(stop=stop, context=context) as loop:
@@ -313,19 +301,16 @@ def _read_here(
                 exchanges.append(exchange)
             early = [one for one, waits in zip(exchanges, late, strict=True) if not waits]
             gates = {
-                index: lambda: all(_decodes(exchange) for exchange in early)
-                for index, waits in enumerate(late)
-                if waits
+                index: lambda: all(map(decodes, early)) for index, waits in enumerate(late) if waits
             }
             started = time.monotonic_ns()
-            with gauge.watching(early) if gauge is not None else contextlib.nullcontext():
-                loop.run(
-                    exchanges,
-                    deadline_ns=deadline_ns,
-                    gates=gates,
-                    tick=None if progress is None else lambda: progress(_far(exchanges, started)),
-                    together=True,
-                )
+            loop.run(
+                exchanges,
+                deadline_ns=deadline_ns,
+                gates=gates,
+                tick=None if progress is None else lambda: progress(how_far(exchanges, started)),
+                together=True,
+            )
         finally:
             for exchange in exchanges:
                 exchange.connection.close()
@@ -363,52 +348,6 @@ def _connect(loop: Loop, endpoint: Endpoint, url: str, deadline_ns: int) -> Conn
         raise MeasurementFailed("stopped", "the measurement was stopped") from None
     except OSError as error:
         raise MeasurementFailed("connect", f"no connection: {error}") from None
-
-
-def _decodes(exchange: Exchange) -> bool:
-    """Whether a stream has sent two tokens: at most one of three events is the role's."""
-    exchange.digest()
-    return exchange.status == 200 and exchange.data_lines >= 3
-
-
-def _far(exchanges: Sequence[Exchange], started_ns: int) -> Progress:
-    elapsed = (time.monotonic_ns() - started_ns) / 1e9
-    shown = [_so_far(exchange) for exchange in exchanges]
-    tokens = sum(count for count, _ in shown)
-    return Progress(
-        tokens,
-        sum(rounds for _, rounds in shown),
-        sum(exchange.data_lines for exchange in exchanges),
-        elapsed,
-        tokens / elapsed if elapsed > 0 else 0.0,
-        sum(1 for exchange in exchanges if exchange.finished),
-        len(exchanges),
-    )
-
-
-def _so_far(exchange: Exchange) -> tuple[int, int]:
-    """(tokens, rounds) of one stream by the running counts in its last bytes, else by events."""
-    tokens = _running_count(exchange, b'"predicted_n":')
-    if tokens is not None:
-        # llama.cpp: an event a token.
-        return tokens, max(0, tokens - (_running_count(exchange, _ACCEPTED) or 0) - 1)
-    tokens = _running_count(exchange, b'"completion_tokens":')
-    if tokens is None:
-        tokens = exchange.data_lines
-    # vLLM: an event an engine step, beside the role's, the usage and [DONE].
-    others = b'"role"' in exchange.pieces[0][1] if exchange.pieces else 0
-    others += 2 if exchange.done_seen_ns else 0
-    return tokens, max(0, min(tokens, exchange.data_lines - others) - 1)
-
-
-def _running_count(exchange: Exchange, mark: bytes) -> int | None:
-    for _, piece in reversed(exchange.pieces[-4:]):
-        at = piece.rfind(mark)
-        if at >= 0:
-            digits = piece[at + len(mark) : at + len(mark) + 12].split(b",")[0].split(b"}")[0]
-            if digits.strip().isdigit():
-                return int(digits)
-    return None
 
 
 def _look(engine: Engine, endpoint: Endpoint, client: httpx.Client) -> Snapshot:
@@ -523,14 +462,13 @@ class _Gauge:
         self._context = context
         self._wanted = wanted
         self._over = threading.Event()
-        self._most = 0.0
-        self._alone = 0
+        self._looks: list[tuple[int, float]] = []
         self._error: MeasurementRefused | None = None
 
     @contextlib.contextmanager
-    def watching(self, early: Sequence[Exchange]) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Look at the gauge every 50 ms from a thread of its own while the block runs."""
-        thread = threading.Thread(target=self._watch, args=(early,), daemon=True)
+        thread = threading.Thread(target=self._watch, daemon=True)
         thread.start()
         try:
             yield
@@ -538,7 +476,7 @@ class _Gauge:
             self._over.set()
             thread.join()
 
-    def _watch(self, early: Sequence[Exchange]) -> None:
+    def _watch(self) -> None:
         try:
             with control_client(
                 self._endpoint,
@@ -548,23 +486,25 @@ class _Gauge:
             ) as client:
                 while not self._over.wait(0.05):
                     look = self._engine.scrape(self._endpoint.url, _SCRAPE_S, client)
-                    if all(not exchange.finished for exchange in early):
-                        self._most = max(self._most, look.running)
+                    self._looks.append((look.at_ns, look.running))
         except MeasurementRefused as error:
             if not self._over.is_set():
                 self._error = error
 
-    def judge(self) -> None:
+    def judge(self, first_end_ns: int) -> None:
         """Refuse unless all were seen running while every early stream was alive.
+
+        `first_end_ns` is when the first of those ended.
 
         Raises:
             MeasurementRefused: kind `not-admitted`.
         """
         if self._error is not None:
             raise self._error
-        if self._most < self._wanted:
+        most = max((running for at, running in self._looks if at < first_end_ns), default=0.0)
+        if most < self._wanted:
             raise MeasurementRefused(
                 "not-admitted",
-                f"at most {self._most:g} requests ran while every decoder was alive, "
+                f"at most {most:g} requests ran while every decoder was alive, "
                 f"{self._wanted} must: the late one was not admitted beside them",
             )

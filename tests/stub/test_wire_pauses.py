@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from wire_groups import off_by
 
 from pytest_dsv41.errors import MeasurementFailed
-from pytest_dsv41.measure import Endpoint, Request, measure_group
-from pytest_dsv41.measure.reader import read_elsewhere
+from pytest_dsv41.measure import Endpoint, Progress, Reader, Request, measure_group
 from pytest_dsv41.measure.record import replay
 from pytest_dsv41.measure.stream import read_stream
 from pytest_dsv41.measure.wire import Call, Exchange, Finished, Limits, Loop
@@ -136,7 +136,8 @@ def test_a_reader_of_its_own_gets_every_event_right_under_the_same_pauses(tmp_pa
     ):
         request = Request(20, prompt="hello", seed=1)
         endpoint = Endpoint(server.url)
-        result = measure_group(endpoint, [request], deadline_s=120, reader="process")
+        with Reader() as reader:
+            result = measure_group(endpoint, [request], deadline_s=120, reader=reader)
     (stream,) = result.streams
     tokens = [event for event in stream.events if event.kind == "token"]
     left = truth(file)
@@ -148,21 +149,73 @@ def test_a_reader_of_its_own_gets_every_event_right_under_the_same_pauses(tmp_pa
 
 def test_a_reader_process_ends_with_the_stop_event_and_says_what_failed() -> None:
     stop = threading.Event()
-    with spawn(round_ms=50.0) as server:
+    with spawn(round_ms=50.0) as server, Reader() as reader:
         timer = threading.Timer(0.8, stop.set)
         timer.start()
         with pytest.raises(MeasurementFailed) as failed:
             measure_group(
                 Endpoint(server.url), [Request(9000, prompt="a")], deadline_s=600, stop=stop,
-                reader="process",
+                reader=reader,
             )  # fmt: skip
         timer.join()
         assert failed.value.kind == "stopped"
-    deadline_ns = time.monotonic_ns() + 10**10
-    calls = [Call("http://127.0.0.1:1/")]
-    with pytest.raises(MeasurementFailed) as failed:
-        read_elsewhere(calls, unix=None, deadline_ns=deadline_ns, stop=None, keep_bytes=False)
-    assert failed.value.kind == "connect"
+        # It takes the next group all the same; the server has seen the stopped one leave.
+        again = measure_group(
+            Endpoint(server.url), [Request(3, prompt="a")], deadline_s=60, reader=reader
+        )
+        assert again.server.tokens == 3
+        deadline_ns = time.monotonic_ns() + 10**10
+        with pytest.raises(MeasurementFailed) as failed:
+            reader.read(
+                [Call("http://127.0.0.1:1/")], unix=None, deadline_ns=deadline_ns, stop=None
+            )
+        assert failed.value.kind == "connect"
+
+
+def test_a_reader_process_gives_back_what_a_thread_would_and_tells_how_far_it_is() -> None:
+    sent = [Request(40, prompt=f"hello {n}", seed=n, late=n == 2) for n in range(3)]
+    seen: list[Progress] = []
+    with spawn(round_ms=20.0) as server, Reader() as reader:
+        one, two = (
+            measure_group(
+                Endpoint(server.url), sent, deadline_s=60, reader=chosen, keep_bytes=True,
+                progress=seen.append if chosen else None,
+            )
+            for chosen in (None, reader)
+        )  # fmt: skip
+    assert [s.output_sha256 for s in one.streams] == [s.output_sha256 for s in two.streams]
+    assert [len(s.events) for s in one.streams] == [len(s.events) for s in two.streams]
+    for exchange, stream in zip(two.exchanges, two.streams, strict=True):
+        assert stream.text.encode() in b"".join(
+            json.loads(line[6:])["choices"][0]["text"].encode()
+            for line in exchange.body.split(b"\n")
+            if line.startswith(b"data: {") and json.loads(line[6:])["choices"]
+        )
+        assert exchange.raw
+    *early, late = two.streams
+    assert late.start_ns > max(stream.first_token_ns for stream in early)
+    assert seen
+    assert [now.tokens for now in seen] == sorted(now.tokens for now in seen)
+    assert seen[-1].streams == 3
+
+
+def test_a_reader_process_ends_with_its_parent() -> None:
+    code = """
+import os, sys
+from pytest_dsv41.measure import Endpoint, Reader, Request, measure_group
+reader = Reader()
+measure_group(Endpoint(sys.argv[1]), [Request(2, prompt="a")], deadline_s=30, reader=reader)
+print(reader._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    with spawn(round_ms=5.0) as server:
+        parent = subprocess.run(
+            [sys.executable, "-c", code, server.url], capture_output=True, timeout=60, check=False
+        )
+    assert parent.returncode == -signal.SIGKILL
+    child = psutil.Process(int(parent.stdout)) if psutil.pid_exists(int(parent.stdout)) else None
+    if child is not None:
+        child.wait(30)
 
 
 def test_a_stopped_reader_names_what_it_missed(tmp_path: Path) -> None:
