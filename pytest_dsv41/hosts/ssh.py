@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 import paramiko
+from paramiko.hostkeys import InvalidHostKey
 
 from ..errors import CommandFailed, StaleEpoch, TransportError
 from ..text import one_line
@@ -49,6 +50,8 @@ _LINGER_S: Final = 0.5
 _EXISTS: Final = 73
 _ABSENT: Final = 66
 _REFUSED: Final = 7
+# How a link fails, in whatever layer.
+_LINK: Final = (paramiko.SSHException, OSError, EOFError)
 _ENVIRONMENT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # A shell between sshd and the command answers with a code where a signal would give none.
@@ -305,7 +308,7 @@ class SshHost:
         guard.start()
         try:
             code, out, err = _converse(channel, line, stdin, deadline)
-        except (paramiko.SSHException, OSError, EOFError) as error:
+        except _LINK as error:
             self.close()
             if time.monotonic() >= deadline:
                 raise self._silent(what, deadline_s) from error
@@ -335,7 +338,7 @@ class SshHost:
             try:
                 transport = self._connected(left)
                 return transport.open_session(timeout=min(self._connect_s, left))
-            except (paramiko.SSHException, OSError, EOFError) as error:
+            except (*_LINK, InvalidHostKey, ValueError) as error:
                 self.close()
                 failure = error
         reason = _reason(failure, self.address, self._port, self._known_hosts)
@@ -449,6 +452,9 @@ def _reason(error: Exception | None, address: str, port: int, known: Path | None
     if error is not None and "not found in known_hosts" in str(error):
         file = known or "~/.ssh/known_hosts"
         return f"{where} is not in {file}; check its key and add it (ssh-keyscan prints it)"
+    if isinstance(error, InvalidHostKey):
+        file = known or "a known_hosts file"
+        return f"{file} has a line that is no host key: {one_line(str(error))}"
     if isinstance(error, TimeoutError):
         return f"{where} did not answer in time"
     return f"{where}: {one_line(str(error) or type(error).__name__)}"

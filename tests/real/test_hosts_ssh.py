@@ -160,6 +160,12 @@ def test_an_unknown_and_a_changed_host_key_are_refused(
     known.write_text(f"{lab.address('alpha')} ssh-ed25519 {other}\n")
     with pytest.raises(TransportError, match="another host key than the known one"):
         host(lab.key).identity()
+    known.write_text(f"{lab.address('alpha')} ssh-ed25519 A\n")
+    with pytest.raises(TransportError, match="has a line that is no host key"):
+        host(lab.key).identity()
+    known.unlink()
+    with pytest.raises(TransportError, match="No such file"):
+        host(lab.key).identity()
     shutil.copy(lab.known_hosts, known)
     with pytest.raises(TransportError, match="refuses the user or the key"):
         host(lab.folder / "beta.hostkey").identity()
