@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..durable import remove
+from ..durable import dump_json, remove
 from ..errors import Dsv41Error, RefusedByWorld, UsageError
 from ..hosts import Placeholder, Probe
 from ..targets import Target
@@ -227,13 +227,25 @@ def _stopped(target: Target, campaign: Path, marker: Marker) -> list[str]:
         found.append("the chain is stopped: its next window did not begin in time")
     found += changed_hosts(target, marker)
     try:
-        production_snapshot(marker)
+        found += _other_production(target, production_snapshot(marker)[1])
         intent = read_intent(campaign)
     except Dsv41Error as error:
         return [*found, str(error)]
     if intent is not None and intent.window != marker.window:
         found.append(f"production is down by {one_line(intent.window)}, which has not ended")
     return found
+
+
+def _other_production(target: Target, captured: Mapping[str, Any]) -> list[str]:
+    """Whether the target would bring back another production than the chain took down."""
+    now = dump_json(target.describe())
+    then = dump_json(captured.get("configuration", {}).get("definition", target.describe()))
+    if captured["production_commit"] == target.commit() and then == now:
+        return []
+    return [
+        "this target's production is not the one that the chain took down "
+        f"(commit {target.commit()[:12]}, the chain's {captured['production_commit'][:12]})"
+    ]
 
 
 def changed_hosts(target: Target, marker: Marker) -> list[str]:

@@ -103,6 +103,17 @@ def test_a_failure_before_the_hold_restores(chain: Pair) -> None:
     chain.assert_serving_and_nothing_left()
 
 
+def test_a_target_that_was_edited_between_two_windows_restores_the_chains(chain: Pair) -> None:
+    """Its own restore would start the edit; the chain's knows what it took down."""
+    first_window(chain)
+    target = chain.folder / "target.toml"
+    target.write_text(target.read_text().replace("--noise", "--no-such-noise"))
+    ended = chain.run(env=CHAINED)
+    assert ended.returncode == 13, ended.output
+    assert "production is not the one that the chain took down" in ended.output
+    chain.assert_serving_and_nothing_left()
+
+
 def test_a_failed_smoke_ends_the_window_and_restores(chain: Pair) -> None:
     first_window(chain)
     path = chain.write_window("smoked")

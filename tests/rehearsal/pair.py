@@ -97,7 +97,7 @@ class PairTarget:
         return self._listening(PRODUCTION)
 
     def capture(self) -> dict[str, Any]:
-        return {"command": "vllm serve"}
+        return {"command": "vllm serve", "definition": self.describe()}
 
     def stop_production(self) -> None:
         self._end("production")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pair import EXPERIMENT, FIRST, HOSTS, LAST, TITLE, Pair, make_pair, simulated
+from pair import EXPERIMENT, FIRST, HOSTS, LAST, TITLE, Pair, PairTarget, make_pair, simulated
 
 from pytest_dsv41.archive import archive_rows
 from pytest_dsv41.errors import RefusedByWorld
@@ -142,6 +142,22 @@ def test_a_failure_before_the_hold_in_a_chain_restores(pair: Pair) -> None:
     assert (summary.chain, summary.exit_code) == ("ENDED", 13)
     pair.nothing_is_left()
     assert (pair.root / "w2" / "chain-abort" / "summary.json").is_file()
+
+
+@pytest.mark.parametrize("what", ["commit", "describe"])
+def test_a_window_that_would_bring_another_production_back_restores_the_chains(
+    what: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has edited the target between two windows: its restore would start the edit."""
+    pair.run(FIRST)
+    other = {"commit": "d" * 40, "describe": {"kind": "pair", "port": 1}}[what]
+    monkeypatch.setattr(PairTarget, what, lambda _self: other)
+    summary = pair.run(FIRST)
+    assert summary.status == "REFUSED"
+    assert str(summary.stopped).startswith("gate: this target's production is not the one")
+    assert (summary.restore.status, summary.watch.status) == ("RESTORED", "PASS")
+    assert (summary.chain, summary.exit_code) == ("ENDED", 13)
+    pair.nothing_is_left()
 
 
 def test_a_window_of_no_chain_is_refused_in_the_gap_and_touches_nothing(pair: Pair) -> None:
