@@ -29,6 +29,7 @@ COMMANDS = {
     "decide": "decide again from a window's folder",
     "dist-gate": "is it still the same model? probe, register a band, judge; 0 PASS, 2 LOSS",
     "experts": "which experts are kept whole, from their Grams; and into a recipe with them",
+    "fleet-probe": "what a server offers beside plain text; 0 none failed, 2 one did",
     "gate": "commands between named checks, with receipts; 0 done, 1 command, 2 check failed",
     "greedy": "answers at temperature 0 of two arms: identical, near ties, or parted",
     "history": "backfill the archive from old windows, score them again",

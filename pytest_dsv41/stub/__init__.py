@@ -114,7 +114,7 @@ def _flags(profile: Profile) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(flag if value else "--no-" + flag[2:])
-        elif name == "fault":
+        elif name in ("fault", "offer", "deny"):
             flags += [f"{flag}={text}" for text in value]
         elif isinstance(value, tuple):
             flags.append(f"{flag}=" + ",".join(map(str, value)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_dsv41.stub.chat import encode_beside, integer, real, render_chat, token_list
 from pytest_dsv41.stub.engine import Ask, Job, Step
 from pytest_dsv41.stub.faults import Faults
+from pytest_dsv41.stub.fleet import chat_body, fleet_answer, with_effort
 from pytest_dsv41.stub.generation import generate
 from pytest_dsv41.stub.http import BadRequest, Request, dumps, respond
 from pytest_dsv41.stub.language import CANDIDATES, EOS, VOCABULARY, Choice, decode, token_bytes
@@ -231,7 +232,13 @@ class LlamaCpp:
     ) -> Generator[Wait, None, None]:
         body = request.json()
         if form == "chat":
+            special = None if body.get("stream") else fleet_answer(self.profile, body)
+            body = with_effort(self.profile, body)
             tokens = yield from encode_beside(self.server.loop, render_chat(body))
+            if special is not None:
+                answer = chat_body(self.profile.model, len(tokens), *special)
+                respond(connection, 200, dumps(answer), _JSON)
+                return
         elif isinstance(body.get("prompt"), str):
             tokens = yield from encode_beside(self.server.loop, body["prompt"])
         else:

@@ -59,6 +59,8 @@ class Profile(NamedTuple):
     dev_mode: bool = True
     profiler: bool = True
     realtime: bool = True
+    offer: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
     fault: tuple[str, ...] = ()
     truth: str = ""
 
@@ -128,6 +130,18 @@ OPTIONS: tuple[Option, ...] = (
     Option("dev_mode", "flag", "/reset_prefix_cache and /server_info exist (vLLM)"),
     Option("profiler", "flag", "/start_profile and /stop_profile exist (vLLM)"),
     Option("realtime", "flag", "real-time scheduling where it is permitted, for exact pacing"),
+    Option(
+        "offer",
+        "texts",
+        "do what a chat asks beside text; may be given more than once",
+        choices=("vision", "tools", "json", "efforts"),
+    ),
+    Option(
+        "deny",
+        "texts",
+        "refuse what a chat asks beside text; may be given more than once",
+        choices=("vision", "tools", "json", "efforts"),
+    ),
     Option("fault", "texts", "fault for every request, name[=arg]; may be given more than once"),
     Option("truth", "text", "append the ground truth to this file, one JSON line a write"),
 )
@@ -163,6 +177,8 @@ def _convert(option: Option, value: Any) -> Any:
     if option.kind == "texts":
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)) or not all(isinstance(i, str) for i in items):
+            raise ValueError
+        if option.choices and not set(items) <= set(option.choices):
             raise ValueError
         return tuple(items)
     if option.kind == "text":
@@ -259,7 +275,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, action=BooleanOptionalAction, default=SUPPRESS, help=text)
         elif option.kind == "texts":
             parser.add_argument(
-                flag, action="append", default=SUPPRESS, metavar="NAME[=ARG]", help=text
+                flag,
+                action="append",
+                default=SUPPRESS,
+                metavar=f"{{{'|'.join(option.choices)}}}" if option.choices else "NAME[=ARG]",
+                help=text,
             )
         else:
             choices = "|".join(option.choices)

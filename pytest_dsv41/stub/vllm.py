@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_dsv41.stub.chat import encode_beside, integer, real, render_chat, token_list
 from pytest_dsv41.stub.engine import Ask, Job, Step
 from pytest_dsv41.stub.faults import Faults
+from pytest_dsv41.stub.fleet import chat_body, fleet_answer, with_effort
 from pytest_dsv41.stub.generation import generate
 from pytest_dsv41.stub.http import BadRequest, Request, dumps, respond
 from pytest_dsv41.stub.language import Choice, decode, token_bytes
@@ -220,7 +221,12 @@ class Vllm:
         """POST /v1/chat/completions."""
         body = request.json()
         self._check_model(body)
+        special = None if body.get("stream") else fleet_answer(self.profile, body)
+        body = with_effort(self.profile, body)
         tokens = yield from encode_beside(self.server.loop, render_chat(body))
+        if special is not None:
+            respond(connection, 200, dumps(chat_body(self.profile.model, len(tokens), *special)))
+            return
         top = -1
         if body.get("logprobs"):
             top = integer(body, "top_logprobs", 0, low=0)

@@ -233,6 +233,7 @@ def test_a_silent_server_is_a_failure_after_the_timeout(corpus: Path) -> None:
     assert failed.value.kind == "timeout"
 
 
+@pytest.mark.slow
 def test_the_command_counts_by_source_and_answers_0_1_and_4(corpus: Path) -> None:
     def dsv41(server: CalibServer, until: str, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -209,6 +209,7 @@ def dsv41(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_answers_0_2_and_4(place: Path) -> None:
     assert dsv41(place, "manifest", "payload", "m.json").returncode == 4
     done = dsv41(place, "verify", "payload", "m.json")
