@@ -1,4 +1,4 @@
-"""Fleet probes and a calibration push against a real llama.cpp: Gemma 270M, a drafter of n-grams."""
+"""Fleet probes and a calibration push against a real llama.cpp: Gemma 270M, n-gram drafts."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ def url() -> Iterator[str]:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     process = subprocess.Popen(
-        [SERVER, "-m", MODEL, "--host", "127.0.0.1", "--port", str(port), "--metrics", "--slots"]
-        + ["-c", "4096", "-np", "1", "-t", "1", "--jinja", "--spec-type", "ngram-cache"],
+        [
+            *(SERVER, "-m", MODEL, "--host", "127.0.0.1", "--port", str(port), "--metrics"),
+            *("--slots", "-c", "4096", "-np", "1", "-t", "1", "--jinja"),
+            *("--spec-type", "ngram-cache"),
+        ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
