@@ -477,12 +477,12 @@ REFUSED = {
         'kind = "local"',
         'kind = "locl"',
         "w.toml:28: target.kind: unknown target kind 'locl'; did you mean 'local'?; "
-        "valid: local, endpoints",
+        "valid: local, endpoints, spark-pair",
     ),
     "target without kind": (
         'kind = "local"\n',
         "",
-        "w.toml:27: target.kind: missing; valid: local, endpoints",
+        "w.toml:27: target.kind: missing; valid: local, endpoints, spark-pair",
     ),
     "missing cell module": (
         "repeats = 3",
