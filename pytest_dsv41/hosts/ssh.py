@@ -158,6 +158,7 @@ class SshHost:
         self._connect_s = connect_s
         self._client: paramiko.SSHClient | None = None
         self._lock = threading.RLock()
+        self._reused = False
 
     # -- the interface ---------------------------------------------------------------------------
 
@@ -330,24 +331,33 @@ class SshHost:
 
     def _open(self, what: str, deadline: float) -> paramiko.Channel:
         """Open a channel; over a new connection when the old one does not carry any more."""
+        left = deadline - time.monotonic()
         failure: Exception | None = None
-        for _ in range(2):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
+        try:
             try:
-                transport = self._connected(left)
-                return transport.open_session(timeout=min(self._connect_s, left))
-            except (*_LINK, InvalidHostKey, ValueError) as error:
+                return self._channel(left)
+            except _LINK:
+                # What was open before may have died unseen; what was opened now is not tried twice.
+                if not self._reused:
+                    raise
                 self.close()
-                failure = error
+                return self._channel(deadline - time.monotonic())
+        except (*_LINK, InvalidHostKey, ValueError) as error:
+            self.close()
+            failure = error
         reason = _reason(failure, self.address, self._port, self._known_hosts)
         raise TransportError(f"{what}: {self.name} cannot be reached: {reason}") from failure
+
+    def _channel(self, left: float) -> paramiko.Channel:
+        if left <= 0:
+            raise TimeoutError("the deadline has passed")
+        return self._connected(left).open_session(timeout=min(self._connect_s, left))
 
     def _connected(self, left: float) -> paramiko.Transport:
         with self._lock:
             transport = self._client.get_transport() if self._client is not None else None
-            if transport is not None and transport.is_active():
+            self._reused = transport is not None and transport.is_active()
+            if transport is not None and self._reused:
                 return transport
             self.close()
             patience = min(self._connect_s, left)
