@@ -28,7 +28,7 @@ from pytest_dsv41.cli import main
 from pytest_dsv41.measure import corpus, seeded
 from pytest_dsv41.measure.corpus import PACKAGED, Corpus
 from pytest_dsv41.quality.bands import load_band
-from pytest_dsv41.quality.bridge import BRIDGE_CELLS
+from pytest_dsv41.quality.bridge import BRIDGE_CELLS, bridge_report
 from tests.lifecycle.running import assert_ended_well, run
 
 SHIPPED = Path(__file__).parents[2] / "pytest_dsv41/window/examples/llamacpp.toml"
@@ -69,14 +69,17 @@ def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+DRAFTS = ("--spec-type", "ngram-cache", "--spec-draft-n-max", "4")
+
+
 @contextlib.contextmanager
-def llama(log: Path) -> Iterator[str]:
+def llama(log: Path, *extra: str) -> Iterator[str]:
     """One start of the server, as production is started each time."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [os.environ["LLAMA_SERVER"], "--host", "127.0.0.1", "--port", str(port)]
-    command += ["-m", os.environ["LLAMA_MODEL"], *SERVER]
+    command += ["-m", os.environ["LLAMA_MODEL"], *SERVER, *extra]
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
@@ -130,6 +133,36 @@ def test_two_starts_pass_and_their_probes_register_as_a_band(
     registered, _ = load_band(band)
     assert (registered.k, len(registered.prefixes)) == (1, PROMPTS * 8)
     assert registered.engine == "llamacpp"
+
+
+@pytest.mark.usefixtures("scaled")
+def test_the_bridge_reads_the_acceptance_of_a_server_that_drafts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "A.json"
+    with llama(tmp_path / "A.log", *DRAFTS) as url:
+        code = main(
+            [
+                "aa-pilot", "run", "--execute", "--url", url, "--engine", "llamacpp",
+                "--start", "A", "--out", str(out), "--subset", "none",
+                "--cell", "seeded-short-b1", "--deadline", "7200",
+            ]
+        )  # fmt: skip
+    told = capsys.readouterr()
+    assert code == 0, told.out + told.err
+    record = json.loads(out.read_text("utf-8"))
+    report = bridge_report(record["bridge"])
+    print(json.dumps(report, indent=1))
+    row = report["cells"]["bridge-short-1500"]
+    assert row["pairs"] == 3
+    # Tokens after the first are rounds plus accepted drafts (RULES section 0), summed by hand.
+    pairs = record["bridge"]["bridge-short-1500"]["pairs"]
+    tokens = sum(pair["tokens"] - 1 for pair in pairs)
+    rounds = sum(pair["rounds"] for pair in pairs)
+    assert row["accepted_per_round"] == pytest.approx((tokens - rounds) / rounds)
+    assert row["accepted_per_round"] > 0
+    assert report["lengths"]["short"] is not None
+    assert report["production_changed"] is None
 
 
 @pytest.mark.usefixtures("scaled")
