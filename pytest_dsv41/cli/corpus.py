@@ -24,13 +24,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     cut.add_argument("--engine", default="vllm", help="vllm (default), llamacpp or radiance")
     cut.add_argument("--model", default="", help="default: the first of /v1/models")
+    made = actions.add_parser("prose", help="write made-up prose to cut rehearsal prompts from")
+    made.add_argument("text", type=Path, metavar="TEXT", help="the file to write; not overwritten")
+    made.add_argument("--words", type=int, default=250_000, metavar="N", help="default: 250000")
+    made.add_argument("--seed", type=int, default=0)
     check = actions.add_parser("check", help="hold every text of a corpus against its pin")
     check.add_argument("folder", type=Path, metavar="FOLDER")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Cut or check."""
+    """Cut, check, or write something to cut from."""
     from ..measure.corpus import Corpus
+
+    if args.action == "prose":
+        return _prose(args.text, args.words, args.seed)
 
     if args.action == "check":
         corpus = Corpus.load(args.folder)
@@ -57,4 +64,19 @@ def run(args: argparse.Namespace) -> int:
         args.folder,
     ):
         print(f"{prompt.name:<20}{prompt.tokens:>10} tokens  {prompt.sha256}")
+    return 0
+
+
+def _prose(file: Path, words: int, seed: int) -> int:
+    from ..durable import create_exclusive
+    from ..errors import UsageError
+    from ..measure.corpus import text_sha256
+    from ..measure.prose import prose
+
+    text = prose(words, seed)
+    try:
+        create_exclusive(file, text)
+    except FileExistsError:
+        raise UsageError(f"{file}: exists; it is not overwritten") from None
+    print(f"{file}: {len(text.split())} words, {text_sha256(text)}")
     return 0
