@@ -228,7 +228,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _show_pilot(pilot: Mapping[str, Any], out: Path | None) -> None:
-    from ..quality.aa_compare import start_sd_line
+    from ..quality.aa_compare import registration_line
 
     if pilot["passed"]:
         print(
@@ -265,7 +265,7 @@ def _show_pilot(pilot: Mapping[str, Any], out: Path | None) -> None:
     if out is not None:
         print(f"for the filter: dsv41 resolution --diff-cv {out} …")
         print(f"pool it with others before registering: dsv41 aa-pilot accumulate {out} …")
-        line = start_sd_line(pilot, _primaries(pilot))
+        line = registration_line(pilot, "start_sd", _primaries(pilot))
         if line:
             print(f"one pilot alone (1 df) would register: {line}")
 
@@ -306,7 +306,7 @@ def _accumulate(args: argparse.Namespace) -> int:
         ACCUMULATED_SCHEMA,
         PILOT_SCHEMA,
         accumulate,
-        start_sd_line,
+        registration_line,
     )
     from ..quality.sealed import read_sealed, write_sealed
 
@@ -334,13 +334,16 @@ def _accumulate(args: argparse.Namespace) -> int:
             f"{100 * pooled['start_sd_upper'][key]:.3f} % is plausible), diff CV "
             f"{100 * pooled['diff_cv'][key]:.3f} %"
         )
-    line = start_sd_line(pooled, keys)
-    if line:
+    lines = [
+        registration_line(pooled, "start_sd", keys),
+        registration_line(pooled, "diff_cv", keys),
+    ]
+    if any(lines):
         least = min(pooled["df"][key] for key in keys)
-        print(f"to register under [window], {least} df:")
-        print(line)
+        print(f"to register under [window], start_sd with {least} df:")
+        print("\n".join(filter(None, lines)))
     else:
-        print("every start SD is 0: there is nothing to register")
+        print("every figure is 0: there is nothing to register")
     return 0
 
 

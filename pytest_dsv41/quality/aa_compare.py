@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ..decision_v2 import ORIENTATION
 from ..errors import MeasurementRefused, UsageError
@@ -28,7 +28,7 @@ __all__ = [
     "accumulate",
     "compare_starts",
     "identical_fault",
-    "start_sd_line",
+    "registration_line",
 ]
 
 START_SCHEMA: Final = "dsv41-aa-start-v1"
@@ -339,17 +339,17 @@ def accumulate(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def start_sd_line(record: Mapping[str, Any], keys: Iterable[str]) -> str:
+def registration_line(
+    record: Mapping[str, Any], field: Literal["start_sd", "diff_cv"], keys: Iterable[str]
+) -> str:
     """Return the line of a window file's `[window]` that registers these figures.
 
-    A figure of exactly 0 is left out: a window file registers what is above 0.
+    A figure outside of (0, 1) is left out, for a window file takes none; "" where none is left.
     """
     parts = [
-        f'"{key}" = {record["start_sd"][key]:.4g}'
-        for key in keys
-        if record["start_sd"].get(key, 0.0) > 0
+        f'"{key}" = {record[field][key]:.4g}' for key in keys if 0 < record[field].get(key, 0.0) < 1
     ]
-    return f"start_sd = {{ {', '.join(parts)} }}" if parts else ""
+    return f"{field} = {{ {', '.join(parts)} }}" if parts else ""
 
 
 def _pool(parts: Sequence[tuple[float, float]]) -> tuple[int, float]:

@@ -24,7 +24,7 @@ from pytest_dsv41.quality.aa_compare import (
     accumulate,
     compare_starts,
     identical_fault,
-    start_sd_line,
+    registration_line,
 )
 from pytest_dsv41.quality.bridge import BRIDGE_CELLS, bridge_report, pin_fault
 from pytest_dsv41.quality.sealed import write_sealed
@@ -294,12 +294,13 @@ def test_pilots_of_two_definitions_are_not_pooled() -> None:
 
 def test_the_line_registers_in_a_window_file() -> None:
     pooled = accumulate([pilot_of(0.01, "1"), pilot_of(0.02, "2")])
-    line = start_sd_line(pooled, [f"{B1}/decode_tok_s"])
+    line = registration_line(pooled, "start_sd", [f"{B1}/decode_tok_s"])
     table = tomllib.loads(f"[window]\n{line}\n")["window"]["start_sd"]
     expected = math.sqrt((0.01**2 + 0.02**2) / 4)
     assert table == {f"{B1}/decode_tok_s": pytest.approx(expected, rel=1e-3)}
     still = accumulate([pilot_of(0.0, "3", wobble=0.0)])
-    assert start_sd_line(still, [f"{B1}/decode_tok_s"]) == ""
+    assert registration_line(still, "start_sd", [f"{B1}/decode_tok_s"]) == ""
+    assert registration_line(still, "diff_cv", [f"{B1}/decode_tok_s"]) == ""
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -345,9 +346,12 @@ def test_accumulate_states_its_df_and_prints_the_line(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 pilots of one definition, 3 PASSED"
     assert "(3 df; up to" in lines[1]
-    assert lines[-2] == "to register under [window], 3 df:"
-    table = tomllib.loads(lines[-1])["start_sd"]
-    assert table[f"{B1}/decode_tok_s"] == pytest.approx(0.01 * math.sqrt(14 / 6), rel=1e-3)
+    assert lines[-3] == "to register under [window], start_sd with 3 df:"
+    table = tomllib.loads("\n".join(lines[-2:]))
+    key = f"{B1}/decode_tok_s"
+    assert table["start_sd"][key] == pytest.approx(0.01 * math.sqrt(14 / 6), rel=1e-3)
+    wobble = statistics.stdev([0.01 * (-1) ** n for n in range(6)])
+    assert table["diff_cv"][key] == pytest.approx(wobble, rel=1e-3)
     assert main(["aa-pilot", "accumulate", *files, "--metric", "ttft_ms"]) == 4
     assert "valid: decode_tok_s" in capsys.readouterr().err
 

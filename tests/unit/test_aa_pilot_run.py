@@ -112,7 +112,7 @@ def test_the_whole_pilot_runs_and_its_record_passes(
         assert report["h4"].startswith("H4: not read (not run: prompt bench2-summary-32k")
     code, told = run(capsys, "accumulate", str(out))
     assert code == 0
-    assert "to register under [window], 1 df:" in told
+    assert "to register under [window], start_sd with 1 df:" in told
 
 
 def test_no_text_of_prompt_or_answer_is_kept(served: Serving) -> None:
