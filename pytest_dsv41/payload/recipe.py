@@ -66,7 +66,8 @@ class Spliced:
 @dataclass(frozen=True)
 class _Rule:
     line: int
-    pattern: re.Pattern[str]
+    pattern: str
+    """A regular expression."""
     form: str
     """The encoding it makes, in words."""
 
@@ -236,10 +237,10 @@ def _rules(lines: Sequence[bytes], where: str, *, first: int = 1) -> list[_Rule]
     return rules
 
 
-def _glob(pattern: str) -> re.Pattern[str]:
+def _glob(pattern: str) -> str:
     """`*` is any text, dots too, and `?` one character; everything else is itself."""
-    parts = {"*": ".*", "?": "."}
-    return re.compile("".join(parts.get(c) or re.escape(c) for c in pattern), re.DOTALL)
+    parts = {"*": "(?s:.*)", "?": "(?s:.)"}
+    return "".join(parts.get(c) or re.escape(c) for c in pattern)
 
 
 def _check(rules: Sequence[_Rule], names: Names, where: str) -> None:
@@ -251,8 +252,12 @@ def _check(rules: Sequence[_Rule], names: Names, where: str) -> None:
     layers = names.layers or sorted({layer for layer, _ in protected})
     per_layer = names.per_layer or 2 + max((expert for _, expert in protected), default=0)
 
+    # One expression for all rules: of its alternatives the first that matches whole is taken.
+    first = re.compile("|".join(f"({rule.pattern})" for rule in rules) or "(?!)")
+
     def decides(weight: str) -> _Rule | None:
-        return next((rule for rule in rules if rule.pattern.fullmatch(weight)), None)
+        found = first.fullmatch(weight)
+        return rules[found.lastindex - 1] if found and found.lastindex else None
 
     for layer in layers:
         table = ""
@@ -270,9 +275,9 @@ def _check(rules: Sequence[_Rule], names: Names, where: str) -> None:
             if forms == [_WHOLE, _WHOLE]:
                 continue
             if (layer, expert) in protected:
-                first = told[0] if forms[0] != _WHOLE else told[1]
+                lost = told[0] if forms[0] != _WHOLE else told[1]
                 raise SpecError(
-                    f"{where}: {first}, which is decided before the block; "
+                    f"{where}: {lost}, which is decided before the block; "
                     "the markers must stand before it"
                 )
             for one, text in zip(forms, told, strict=True):
