@@ -298,6 +298,24 @@ def test_processes_share_one_world(world: FakeWorld, tmp_path: Path) -> None:
     assert [e["act"] for e in world.events()] == list(range(1, 76))
 
 
+@pytest.mark.parametrize("cut", [0, 1, 40, 79, 80, 200, -1])
+def test_a_writer_killed_at_any_byte_leaves_the_state_before_it(
+    world: FakeWorld, alpha: FakeHost, cut: int
+) -> None:
+    """Two files are written in turns; the torn one is not read, the other one is whole."""
+    alpha.write("/kept", "x")
+    files = sorted(world.folder.glob("world.?"), key=lambda path: path.stat().st_mtime_ns)
+    before = {path: path.read_bytes() for path in files}
+    alpha.write("/late", "y")
+    [newest] = [path for path in files if path.read_bytes() != before[path]]
+    newest.write_bytes(newest.read_bytes()[:cut])
+    again = FakeHost(FakeWorld(world.folder), "alpha", alpha.log)
+    assert again.read("/kept") == b"x"
+    assert again.read("/late") is None
+    again.write("/late", "z")
+    assert FakeHost(FakeWorld(world.folder), "alpha", alpha.log).read("/late") == b"z"
+
+
 def test_threads_share_one_world(world: FakeWorld, alpha: FakeHost) -> None:
     def act(number: int) -> None:
         for _ in range(30):

@@ -190,7 +190,7 @@ class FakeWorld:
         if (folder / _SLOTS[0]).exists():
             raise UsageError(f"{folder}: a world lies there already")
         machines = {
-            name: Machine(name, f"127.77.{seed % 251}.{number}")
+            name: Machine(name, f"127.{77 + seed // 251 % 150}.{seed % 251}.{number}")
             for number, name in enumerate(hosts, start=2)
         }
         state = State(seed, kills, servers, dict(programs), machines)
