@@ -127,6 +127,15 @@ def test_the_probe_runs_in_each_arms_first_start_and_once_more_in_the_last_contr
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+def test_servers_that_take_turns_are_probed_after_all_repeats(tmp_path: Path) -> None:
+    target = 'kind = "endpoints"\nengine = "vllm"'
+    window = Window(tmp_path, schedule="K/I", more="interleave = true", target=target)
+    assert [item.id for item in window.plan.items[-2:]] == ["K-same-r0", "I-same-r0"]
+    assert all(item.cell == "decode-b1" for item in window.plan.items[:-2])
+    window.probed_all(I=16)
+    assert window.outcome().status == "NOT A CANDIDATE"
+
+
 def test_the_plan_names_the_band_the_starts_and_the_cost(tmp_path: Path) -> None:
     window = Window(tmp_path)
     text = render_plan(window.plan)
