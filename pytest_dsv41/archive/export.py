@@ -60,19 +60,13 @@ def write_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     """Write rows as a Parquet file; return how many.
 
     Raises:
-        ArchiveError: neither pyarrow nor duckdb is installed.
+        ArchiveError: pyarrow is not installed.
     """
-    if importlib.util.find_spec("pyarrow") is not None:
-        return _with_pyarrow(rows, path)
-    if importlib.util.find_spec("duckdb") is not None:
-        return _with_duckdb(rows, path)
-    raise ArchiveError(
-        "Parquet needs pyarrow or duckdb, neither is installed (pip install pyarrow); "
-        "valid without them: csv, json, jsonl"
-    )
-
-
-def _with_pyarrow(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ArchiveError(
+            "Parquet needs pyarrow, which is not installed (pip install 'pytest-dsv41[parquet]'); "
+            "valid without it: csv, json, jsonl"
+        )
     arrow: Any = importlib.import_module("pyarrow")
     parquet: Any = importlib.import_module("pyarrow.parquet")
     kinds = {field: arrow.string() for field in FIELDS}
@@ -84,23 +78,6 @@ def _with_pyarrow(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
         for batch in _batches(rows):
             writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
             count += len(batch)
-    return count
-
-
-def _with_duckdb(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
-    duckdb: Any = importlib.import_module("duckdb")
-    kinds = dict.fromkeys(FIELDS, "VARCHAR") | dict.fromkeys(_INTEGERS, "BIGINT")
-    kinds["value"] = "DOUBLE"
-    count = 0
-    with duckdb.connect() as db:
-        columns = ", ".join(f'"{field}" {kind}' for field, kind in kinds.items())
-        db.execute(f"CREATE TABLE row ({columns})")
-        insert = f"INSERT INTO row VALUES ({', '.join('?' for _ in FIELDS)})"  # noqa: S608
-        for batch in _batches(rows):
-            db.executemany(insert, [list(row.values()) for row in batch])
-            count += len(batch)
-        quoted = str(path).replace("'", "''")
-        db.execute(f"COPY row TO '{quoted}' (FORMAT PARQUET)")
     return count
 
 
