@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 
 from pytest_dsv41.errors import RefusedByWorld, SpecError, StaleEpoch, StartFailed, TransportError
 from pytest_dsv41.hosts import CommandLog, Placeholder, Probe
-from pytest_dsv41.hosts.fake import Call, FakeHost, FakeWorld, Reply, Service
+from pytest_dsv41.hosts.fake import FAULTS, Call, FakeHost, FakeWorld, Reply, Service
+from pytest_dsv41.hosts.tmux import START
 from pytest_dsv41.targets import Arm, Target, TargetContext, spark_pair_target
 from pytest_dsv41.targets.spark_pair import SparkPairTarget
 
@@ -439,3 +442,32 @@ def test_arguments_that_no_command_takes_are_refused(pair: Pair) -> None:
     target.check([Arm("plain", "control")])
     with pytest.raises(SpecError, match=r"arms.fast.args: no command .* has the word \{args\}"):
         target.check([ARM])
+
+
+# -- the page ---------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text("utf-8")
+
+
+def test_the_pages_target_file_is_a_target(pair: Pair) -> None:
+    """Over ssh: it is built without asking any host, and takes an arm's arguments."""
+    table = tomllib.loads(PAGE.partition("```toml\n")[2].partition("```")[0])["target"]
+    target = spark_pair_target(table, pair.context)
+    target.check([ARM, Arm("control", "control")])
+    assert [(host.name, type(host).__name__) for host in target.hosts()] == [
+        ("one", "SshHost"),
+        ("two", "SshHost"),
+    ]
+    assert target.production().url == "http://192.0.2.11:8000"
+
+
+def test_the_pages_start_script_is_the_shipped_one() -> None:
+    shown = PAGE.partition("```sh\n")[2].partition("```")[0]
+    code = "".join(line for line in START.splitlines(True) if not line.startswith("#"))
+    assert shown == code
+
+
+def test_the_pages_table_of_faults_is_whole() -> None:
+    table = PAGE.partition("| fault | what happens |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)} == set(FAULTS)
