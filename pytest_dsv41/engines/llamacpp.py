@@ -2,7 +2,7 @@
 
 The decode time and the accepted drafts come from each stream's own `timings`; the counters only
 prove that nobody else used the server: predicted and prompt tokens must move by exactly the
-streams' own. Its server needs `--metrics`; `/slots` is looked at where it is there.
+streams' own, and no slot may be busy before or after. Its server needs `--metrics`.
 """
 
 from __future__ import annotations

@@ -386,9 +386,12 @@ def at_rest(
                     f"the server is not idle {when}: {now.running:g} running, "
                     f"{now.waiting:g} waiting",
                 )
-            raise MeasurementRefused(
-                "unsettled", missing or "the counters keep moving although nothing runs"
-            )
+            if missing is None:
+                raise MeasurementRefused(
+                    "foreign-request",
+                    f"the counters keep moving {when} although nothing of this group runs",
+                )
+            raise MeasurementRefused("unsettled", missing)
         last = now
 
 

@@ -37,7 +37,7 @@ def test_values_come_from_the_servers_own_counts(engine: str, count: int) -> Non
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("tokens", [10, 11, 12, 13])
+@pytest.mark.parametrize("tokens", [10, 13])
 def test_drafts_that_the_limit_cuts_off_are_no_lost_rounds(count: int, tokens: int) -> None:
     # 1, then 4 a step: with 10 tokens the last step has room for 1 of its 4, with 13 for all.
     with stub(draft_tokens=3, round_ms=4.0) as served:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,23 +116,51 @@ def test_the_late_one_must_be_admitted_beside_the_decoders(limit: int) -> None:
         assert late.first_token_ns < min(stream.last_token_ns for stream in early)
 
 
-def test_a_second_client_in_another_process_refuses_the_group() -> None:
-    with stub(round_ms=10.0) as served:
-        code = (
-            "import json,sys,urllib.request as u\n"
-            "b=json.dumps({'model':'stub','prompt':'hello','max_tokens':4}).encode()\n"
-            "r=u.Request(sys.argv[1]+'/v1/completions',b,{'Content-Type':'application/json'})\n"
-            "while True:\n"
-            "    u.urlopen(r,timeout=20).read(); print('one', flush=True)\n"
-        )
-        other = subprocess.Popen([sys.executable, "-c", code, served.url], stdout=subprocess.PIPE)
-        try:
-            assert other.stdout is not None
-            assert other.stdout.readline() == b"one\n"
-            assert kind_of(served, tokens=60) == "refused:foreign-request"
-        finally:
-            other.kill()
-            other.communicate()
+CLIENT = """
+import json, sys, urllib.request as u
+body = {"model": "stub", "prompt": "hello", "max_tokens": int(sys.argv[2]), "stream": True}
+while True:
+    r = u.Request(sys.argv[1] + "/v1/completions", json.dumps(body).encode(),
+                  {"Content-Type": "application/json"})
+    with u.urlopen(r, timeout=60) as answer:
+        answer.readline()
+        print("began", flush=True)
+        answer.read()
+"""
+
+
+@contextmanager
+def second_client(url: str, tokens: int) -> Iterator[None]:
+    """Another process that sends one request after the other; the first has begun."""
+    argv = [sys.executable, "-c", CLIENT, url, str(tokens)]
+    other = subprocess.Popen(argv, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"began\n"
+        yield
+    finally:
+        other.kill()
+        other.communicate()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_second_client_in_another_process_refuses_cell_and_group(engine: str, count: int) -> None:
+    # Short requests: some end beside ours, whatever was seen before the first of ours.
+    with stub(engine=engine, round_ms=10.0) as served, second_client(served.url, 2):
+        assert kind_of(served, tokens=60, count=count) == "refused:foreign-request"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_another_process_whose_request_still_runs_refuses_before_anything_is_sent(
+    engine: str,
+) -> None:
+    with stub(engine=engine, round_ms=50.0) as served, second_client(served.url, 4000):
+        began = len(served.truth("head"))
+        with pytest.raises(MeasurementRefused, match="before the first request") as refused:
+            measure_group(endpoint(served), requests(), deadline_s=30)
+        assert refused.value.kind == "foreign-request"
+        assert len(served.truth("head")) == began
 
 
 @pytest.mark.parametrize("record", ["redacted", "bytes"])
