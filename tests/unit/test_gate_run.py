@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import pytest_dsv41
+from pytest_dsv41.cli import main
 from pytest_dsv41.errors import RefusedByWorld, SpecError, UsageError, WindowStopped
 from pytest_dsv41.payload import gates
 from pytest_dsv41.payload.gates import KIND, Outcome, load_gate, run_gate
@@ -303,6 +304,37 @@ def test_what_cannot_be_seen_is_no_pass(place: Path) -> None:
     done = go(place)
     assert done.status == "failed"
     assert "cannot be seen" in next(f.found for f in done.after if not f.passed)
+
+
+def test_several_files_run_in_order_and_the_first_that_fails_ends_it(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gate(name: str, command: str, text: str) -> str:
+        path = place / f"{name}.toml"
+        path.write_text(
+            f'command = ["sh", "-c", "echo {command} | tee -a ran"]\n'
+            f'[[after]]\ncheck = "output-contains"\ntext = "{text}"\n'
+        )
+        return str(path)
+
+    files = [
+        gate("one", "one", "one"),
+        gate("two", "two", "other"),
+        gate("three", "three", "three"),
+    ]
+    assert main(["gate", "run", *files]) == 2
+    assert (place / "ran").read_text() == "one\ntwo\n"
+    assert "two.toml: FAILED after the command" in capsys.readouterr().err
+    gate("two", "two", "two")
+    assert main(["gate", "run", *files, "--resume"]) == 0
+    assert (place / "ran").read_text() == "one\ntwo\ntwo\nthree\n"
+    out = capsys.readouterr().out
+    assert "one.toml: DONE BEFORE" in out
+    assert "three.toml: DONE, " in out
+    # A file that is wrong is found before the first command runs.
+    (place / "three.toml").write_text("")
+    assert main(["gate", "run", *files, "--again"]) == 4
+    assert (place / "ran").read_text().count("one") == 1
 
 
 # -- the command ----------------------------------------------------------------------------------
