@@ -67,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=MIB",
         help="a flag that the ledger states, such as vram-kv-mib=6912",
     )
+    _law(ledger, required=False)
     ledger.add_argument("--json", action="store_true", help="print a JSON object")
 
     diff = action("diff", "every fact that differs between two start logs", _diff)
@@ -172,13 +173,21 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _ledger(args: argparse.Namespace) -> int:
-    from ..unit.memory import budget_ceiling, check_ledger
+    from ..unit.memory import budget_ceiling, check_ledger, law_against
 
-    ledger = _read_ledger(args.file, args.dialect)
+    law = None if args.law is None else _read_law(args.law)
+    ledger = _read_ledger(args.file, args.dialect if law is None else law.dialect)
     flags = {f"--{name.lstrip('-')}": value for name, value in _pairs(args.flag, "flag").items()}
     wrong = check_ledger(ledger, flags)
+    held = None
+    if law is not None:
+        held = law_against(law, ledger, flags.get(law.flags.get("pool", "")))
+        if held is None:
+            raise UsageError(f"{args.file}: says too little, or other pages, to hold it to the law")
     if args.json:
-        print(json.dumps({**asdict(ledger), "wrong": wrong}, indent=2))
+        print(
+            json.dumps({**asdict(ledger), "wrong": wrong, "law": held and asdict(held)}, indent=2)
+        )
         return 1 if wrong or ledger.missing else 0
     for fact in ledger.facts:
         print(one_line(f"  {fact}", 300))
@@ -187,6 +196,11 @@ def _ledger(args: argparse.Namespace) -> int:
         print(
             f"  weights and pool together: at most {ceiling[0]:,.0f} MiB, give or take "
             f"{ceiling[1]:.0f}"
+        )
+    if held is not None:
+        print(
+            f"  {held.dtype}, {held.seqs} x {held.window:,}: the law says {held.law:,.10g} "
+            f"{held.unit}, the ledger {held.ledger:,.10g}: {100 * held.apart:+.2f} %"
         )
     for name in ledger.missing:
         print(f"MISSING: {name}")

@@ -17,7 +17,7 @@ import pytest
 
 from pytest_dsv41.cli.kv import _read_law
 from pytest_dsv41.engines import get_engine
-from pytest_dsv41.unit.memory import check_ledger, parse_ledger
+from pytest_dsv41.unit.memory import check_ledger, law_against, parse_ledger
 
 SERVER, MODEL = os.environ.get("LLAMA_SERVER", ""), os.environ.get("LLAMA_MODEL", "")
 
@@ -58,7 +58,8 @@ def test_the_start_log_is_the_law_to_a_thousandth(tmp_path: Path, dtype: str) ->
     ledger = parse_ledger(log.read_text(errors="replace"), "llamacpp")
     assert ledger.missing == ()
     assert check_ledger(ledger) == []
-    each = ledger.number("context", "n_ctx_seq")
-    assert each is not None
-    caches = [ledger.number(f"kv ({kind})", "size") or 0.0 for kind in ("non-SWA", "SWA")]
-    assert sum(caches) == pytest.approx(law.need_mib(dtype, 2, int(each)), rel=1e-3)
+    held = law_against(law, ledger)
+    assert held is not None
+    print(f"{dtype}: law {held.law:.4f} MiB, ledger {held.ledger:.2f} MiB")
+    assert (held.dtype, held.seqs) == (dtype, 2)
+    assert abs(held.apart) < 1e-3

@@ -72,6 +72,15 @@ def test_a_limit_that_is_not_given_is_reported_and_does_not_decide(tmp_path: Pat
     assert (ratio.name, ratio.passed) == ("perplexity ratio", None)
 
 
+def test_a_report_with_further_keys_is_judged_as_well(tmp_path: Path) -> None:
+    """radiance's own reports count the documents of each source."""
+    path = report(tmp_path / "r.json", 0.0146, 20)
+    said = json.loads(path.read_text())
+    said["by_source"]["wiki"]["docs"] = 1
+    path.write_text(json.dumps(said, indent=1) + "\n")
+    assert judge(path, Limits(), {}).verdict == "PASS"
+
+
 SPEC = """\
 mean_kl_max = 0.02
 top1_min = 0.9

@@ -22,6 +22,7 @@ from pytest_dsv41.unit.memory import (
     budget_ceiling,
     check_ledger,
     diff_ledgers,
+    law_against,
     make_plan,
     parse_ledger,
 )
@@ -351,6 +352,34 @@ def test_a_diff_names_every_fact_that_differs() -> None:
     assert diff_ledgers(before, before) == []
 
 
+@pytest.mark.parametrize(
+    ("boot", "dtype", "seqs", "backed", "ledger"),
+    [(BF16_BOOT, "bf16", 2, 462_903, 462_752), (FP8_BOOT, "fp8", 3, 608_028, 607_740)],
+)
+def test_a_boot_is_held_to_its_law_with_the_boots_own_dtype_and_shape(
+    boot: str, dtype: str, seqs: int, backed: int, ledger: int
+) -> None:
+    held = law_against(RADIANCE, parse_ledger(boot, "radiance"))
+    assert held is not None
+    assert (held.dtype, held.seqs, held.window) == (dtype, seqs, WINDOW)
+    assert (held.law, held.ledger, held.unit) == (backed, ledger, "tokens")
+    assert -0.0008 <= held.apart <= -0.0003
+    other = parse_ledger(boot.replace("3.25 KiB", "4.00 KiB"), "radiance")
+    assert law_against(RADIANCE, other) is None
+
+
+def test_a_llamacpp_boot_is_held_to_its_law() -> None:
+    text = LLAMA.format(t="q8_0", a="6.38", a2="3.19", b="15.94", b2="7.97")
+    held = law_against(GEMMA, parse_ledger(text, "llamacpp"))
+    assert held is not None
+    # 2 x (2048 x 3 + 1024 x 15) cells of 512 values of 34/32 bytes.
+    assert held.law == 2 * (2048 * 3 + 1024 * 15) * 512 * 34 / 32 / 2**20
+    assert (held.dtype, held.seqs, held.window, held.unit) == ("q8_0", 2, 2048, "MiB")
+    assert abs(held.apart) < 1e-3
+    mixed = text.replace("V (q8_0)", "V (f16)")
+    assert law_against(GEMMA, parse_ledger(mixed, "llamacpp")) is None
+
+
 # -- the commands ---------------------------------------------------------------------------------
 
 
@@ -388,6 +417,9 @@ def test_the_commands_and_their_exit_codes(
     assert main(["kv", "ledger", str(tmp_path / "old.log"), "--flag", "vram-kv-mib=6912"]) == 0
     assert main(["kv", "ledger", str(tmp_path / "old.log"), "--flag", "vram-kv-mib=3543"]) == 1
     assert "DOES NOT AGREE: vram_kv: states 6,912.0 MiB" in capsys.readouterr().out
+    assert main(["kv", "ledger", str(tmp_path / "old.log"), "--law", "radiance"]) == 0
+    said = "bf16, 2 x 200,000: the law says 462,903 tokens, the ledger 462,752: -0.03 %"
+    assert said in capsys.readouterr().out
     (tmp_path / "half.log").write_text(BF16_BOOT[:200])
     assert main(["kv", "ledger", str(tmp_path / "half.log")]) == 1
     assert "MISSING: kv_attn tokens" in capsys.readouterr().out

@@ -187,10 +187,10 @@ class _Sums:
             at, left, right = self._at[: len(piece)], self._left[: len(piece)], self._right
             right = right[: len(piece)]
             np.copyto(at, piece)
-            # Codes are 0 to 65,535 by their type: "clip" only spares the check.
-            np.take(as_p, at, out=left, mode="clip")
+            # Codes are 0 to 65,535 by their type: "wrap" only spares the check.
+            np.take(as_p, at, out=left, mode="wrap")
             np.copyto(at, right_codes[first : first + _PIECE])
-            np.take(as_q, at, out=right, mode="clip")
+            np.take(as_q, at, out=right, mode="wrap")
             both = left.sum()
             mass_p += both.real
             cross += both.imag - np.dot(left.real, right.imag)

@@ -17,7 +17,15 @@ from pytest_dsv41.unit.memory.ledger import (
     diff_ledgers,
     parse_ledger,
 )
-from pytest_dsv41.unit.memory.plan import Alternative, MemoryPlan, Shape, alternatives, make_plan
+from pytest_dsv41.unit.memory.plan import (
+    Alternative,
+    LawCheck,
+    MemoryPlan,
+    Shape,
+    alternatives,
+    law_against,
+    make_plan,
+)
 
 __all__ = [
     "Alternative",
@@ -25,6 +33,7 @@ __all__ = [
     "Fact",
     "Group",
     "Law",
+    "LawCheck",
     "Ledger",
     "MemoryPlan",
     "Shape",
@@ -32,6 +41,7 @@ __all__ = [
     "budget_ceiling",
     "check_ledger",
     "diff_ledgers",
+    "law_against",
     "law_from",
     "make_plan",
     "parse_ledger",

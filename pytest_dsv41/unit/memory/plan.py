@@ -11,7 +11,15 @@ from pytest_dsv41.text import one_line
 from pytest_dsv41.unit.memory.law import Law
 from pytest_dsv41.unit.memory.ledger import Ledger, budget_ceiling
 
-__all__ = ["Alternative", "MemoryPlan", "Shape", "alternatives", "make_plan"]
+__all__ = [
+    "Alternative",
+    "LawCheck",
+    "MemoryPlan",
+    "Shape",
+    "alternatives",
+    "law_against",
+    "make_plan",
+]
 
 
 @dataclass(frozen=True)
@@ -187,3 +195,65 @@ def alternatives(law: Law, shape: Shape, ceiling: float | None) -> list[Alternat
             left = None if ceiling is None else ceiling - math.ceil(need)
             found.append(Alternative(dtype, seqs, need, left))
     return found
+
+
+@dataclass(frozen=True)
+class LawCheck:
+    """What a law says of a boot, and what the boot said: tokens backed, or MiB taken (`unit`)."""
+
+    dtype: str
+    seqs: int
+    window: int
+    law: float
+    ledger: float
+    unit: str
+
+    @property
+    def apart(self) -> float:
+        """By which fraction of the law the ledger lies above it; below: negative."""
+        return (self.ledger - self.law) / self.law
+
+
+def law_against(law: Law, ledger: Ledger, pool: float | None = None) -> LawCheck | None:
+    """Hold a ledger against a law; dtype, sequences and window are the ledger's own.
+
+    `pool` is the pool in MiB by the flags; without it the stated, rounded one is taken. None where
+    the ledger does not say enough, or no dtype of the law has its pages.
+    """
+    if law.dialect == "llamacpp":
+        return _llamacpp_against(law, ledger)
+    seqs, window = (ledger.number("kv cache", name) for name in ("sequences", "tokens each"))
+    tokens = ledger.number(law.groups[0].name, "tokens")
+    if pool is None:
+        pool = ledger.number("vram_kv", "stated")
+    dtype = next((one for one in law.dtypes if _pages(law, ledger, one)), None)
+    if seqs is None or window is None or tokens is None or pool is None or dtype is None:
+        return None
+    backed = law.backed_tokens(dtype, int(seqs), int(window), pool)
+    return LawCheck(dtype, int(seqs), int(window), backed, tokens, "tokens")
+
+
+def _pages(law: Law, ledger: Ledger, dtype: str) -> bool:
+    """Whether every group of the law has, at this dtype, the page that the ledger printed."""
+    for group in law.groups:
+        page = ledger.find(group.name, "page")
+        if page is None or isinstance(page.value, str):
+            return False
+        if abs(page.value - group.page_kib[dtype] / 1024) > page.rounding + 1e-12:
+            return False
+    return True
+
+
+def _llamacpp_against(law: Law, ledger: Ledger) -> LawCheck | None:
+    window = ledger.number("context", "n_ctx_seq")
+    caches = [subject for subject in ledger.subjects("cells") if subject.startswith("kv")]
+    dtypes = {str(fact.value) for fact in ledger.facts if fact.name in ("K dtype", "V dtype")}
+    seqs = {ledger.number(subject, "sequences") for subject in caches}
+    if window is None or len(dtypes) != 1 or len(seqs) != 1 or None in seqs:
+        return None
+    (dtype,), count = dtypes, int(max(one for one in seqs if one is not None))
+    if dtype not in law.dtypes:
+        return None
+    taken = sum(ledger.number(subject, "size") or 0.0 for subject in caches)
+    need = law.need_mib(dtype, count, int(window))
+    return LawCheck(dtype, count, int(window), need, taken, "MiB")
