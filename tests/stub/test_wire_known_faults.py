@@ -129,6 +129,19 @@ def test_logprobs_count_where_usage_is_missing(served: Serving) -> None:
         assert (stream.completion_tokens, stream.count_source) == (7, "logprobs")
 
 
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_large_chunks_are_stamped_at_the_read_and_not_after_parsing(
+    served: Serving, api: str
+) -> None:
+    # Twenty alternatives a token, eight tokens an event: tens of kilobytes to parse.
+    stream = one(served, "tokens-per-event=8", "round-ms=20", tokens=33, api=api, logprobs=20)
+    tokens = [event for event in stream.events if event.kind == "token"]
+    assert max(event.size for event in tokens) > 5_000
+    for event, write in zip(tokens, left(served), strict=True):
+        assert at(event.t_ns, write)
+    assert stream.completion_tokens == 33
+
+
 def test_prompt_tokens_are_the_servers(served: Serving) -> None:
     result = measure(served)
     (stream,) = result.streams
