@@ -403,7 +403,7 @@ def test_other_files_are_no_band(tmp_path: Path, text: str) -> None:
 # ---- the whole -------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.sampled_from(["same", "flip", "thin", "far"]), min_size=N, max_size=N),
     st.lists(
