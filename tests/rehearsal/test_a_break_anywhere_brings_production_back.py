@@ -91,7 +91,7 @@ def test_a_kill_of_window_and_keeper(flow: str, breaker: tuple[Breaker, Pair]) -
     assert break_everywhere(found, Stage(pair, flow), "kill", 3, keeper=False) > 5
 
 
-@pytest.mark.parametrize("how", ["enospc", "full"])
+@pytest.mark.parametrize("how", ["enospc", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("flow", "stride"), _cases(DISK))
 def test_a_durable_write_that_finds_no_space(
     flow: str, stride: int, how: str, breaker: tuple[Breaker, Pair]

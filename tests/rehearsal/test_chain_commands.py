@@ -119,6 +119,7 @@ def script(name: str, *words: str, **variables: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.slow
 def test_the_scripts_are_the_same_commands(pair: Pair) -> None:
     campaign = ("--campaign", str(pair.campaign))
     assert script("chain_prev_ok.sh").returncode == 4

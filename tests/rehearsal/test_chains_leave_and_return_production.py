@@ -322,7 +322,7 @@ def test_unknown_uses_nothing_up_and_touches_nothing(pair: Pair) -> None:
         assert pair.world.machine(name).to_json()["files"] == machines[name]["files"]
 
 
-@pytest.mark.parametrize("use", [ChainUse(), FIRST, LAST])
+@pytest.mark.parametrize("use", [ChainUse(), FIRST])
 def test_the_same_world_gives_the_same_trace(
     use: ChainUse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from pair import FIRST, Pair, make_pair, simulated
 
+from pytest_dsv41.cli import main
 from pytest_dsv41.lifecycle import watchdog
 from pytest_dsv41.lifecycle.lease import Lease
 from pytest_dsv41.lifecycle.watchdog import pass_once, unit_files
@@ -156,18 +156,14 @@ def test_the_units_carry_the_campaigns_path_as_it_is(name: str, tmp_path: Path) 
     assert "OnUnitInactiveSec=60" in timer
 
 
-def test_install_writes_the_units_and_a_pass_runs_as_a_command(tmp_path: Path) -> None:
+def test_install_writes_the_units_and_a_pass_runs_as_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     campaign = tmp_path / "campaign"
     campaign.mkdir()
-    words = [sys.executable, "-m", "pytest_dsv41", "watchdog"]
-    done = subprocess.run(
-        [*words, "install", "--campaign", str(campaign), "--dir", str(tmp_path / "units")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "systemctl --user enable --now dsv41-watchdog-" in done.stdout
+    words = ["watchdog", "--campaign", str(campaign)]
+    assert main([*words, "install", "--dir", str(tmp_path / "units")]) == 0
+    assert "systemctl --user enable --now dsv41-watchdog-" in capsys.readouterr().out
     assert len(list((tmp_path / "units").iterdir())) == 2
-    done = subprocess.run(
-        [*words, "--campaign", str(campaign)], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "CLEAN\n")
+    assert main(words) == 0
+    assert capsys.readouterr().out == "CLEAN\n"
