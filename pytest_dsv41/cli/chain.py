@@ -76,10 +76,11 @@ def _refuse_overrides(campaign: Path) -> None:
         marker = read_marker(campaign)
     except UsageError:
         marker = None
-    kind = "of this campaign"
+    kind, simulated = "of this campaign", False
     if marker is not None:
-        kind = str(read_record(Path(marker.folder)).table.get("kind"))
-    refuse_overrides(kind, simulated=False)
+        table = read_record(Path(marker.folder)).table
+        kind, simulated = str(table.get("kind")), bool(table.get("world"))
+    refuse_overrides(kind, simulated=simulated)
 
 
 def _say(what: str, left: float) -> None:

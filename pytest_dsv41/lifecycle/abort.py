@@ -151,6 +151,8 @@ def _recover(
     on_step: StepHook | None,
     progress: Callable[[str, float], None],
 ) -> Aborted:
+    # Restore and watch take longer than a look: whoever sees this lease must not call it overdue.
+    lease.renew("chain abort", record.close_budget_s)
     out.mkdir(parents=True, exist_ok=True)
     # Nothing is measured in a recovery: no time is planned for a seam.
     limits = {key: value for key, value in record.limits.items() if key != "seam_s"}

@@ -279,7 +279,7 @@ class _Closer:
                 folder=str(self.folder),
                 epoch=self.lease.epoch,
                 host=here(),
-                deadline=boottime() + self.limits.get("chain_s", CHAIN_S),
+                deadline=boottime() + CHAIN_S,
                 snapshot=intent.rollback,
                 snapshot_sha256=intent.rollback_sha256,
                 hosts=self.target.identities(),

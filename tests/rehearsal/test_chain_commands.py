@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pair import FIRST, LAST, Pair, make_pair, simulated
@@ -38,6 +39,10 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         (made.campaign / "campaign.toml").write_text('coordinator = "night-shift"\n')
         monkeypatch.setenv("WINDOW_COORDINATOR", "night-shift")
         yield made
+
+
+def real_machines(_folder: Path) -> SimpleNamespace:
+    return SimpleNamespace(table={"kind": "spark-pair", "hosts": {"one": {"address": "192.0.2.1"}}})
 
 
 def chain(pair: Pair, act: str, *words: str) -> int:
@@ -100,10 +105,15 @@ def test_abort_and_end_by_exit_code(pair: Pair, capsys: pytest.CaptureFixture[st
 def test_test_only_variables_are_refused_over_real_machines(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pair.run(FIRST)
-    monkeypatch.setenv("DSV41_CHAIN_MARKER", "/tmp/elsewhere")
+    monkeypatch.setenv("DSV41_CHAIN_PY", "/usr/bin/true")
     assert chain(pair, "gate", "--prev", str(pair.root / "w1")) == 4
-    assert "DSV41_CHAIN_MARKER is for tests alone" in capsys.readouterr().err
+    assert "DSV41_CHAIN_PY is for tests alone" in capsys.readouterr().err
+    pair.run(FIRST)
+    # This chain's hosts are simulated.
+    assert chain(pair, "gate", "--prev", str(pair.root / "w1")) == 0
+    monkeypatch.setattr("pytest_dsv41.cli.chain.read_record", real_machines)
+    assert chain(pair, "abort") == 4
+    assert "is refused with target spark-pair" in capsys.readouterr().err
     assert read_marker(pair.campaign) is not None
 
 

@@ -181,6 +181,11 @@ def test_a_refused_gate_in_a_chain_is_3_and_brings_production_back(pair: Pair) -
     assert found.aborted is not None
     assert (found.aborted.code, found.aborted.closed.chain) == (0, "ENDED")
     assert found.aborted.folder is not None
+    # Restore and a watch of 15 minutes are inside the lease's deadline: nobody calls it overdue.
+    held = json.loads((pair.campaign / "lease.json").read_text())
+    budget = pair.record("x", pair.root).close_budget_s
+    assert held["owner"] == "chain abort"
+    assert held["deadline"] - held["since"] == pytest.approx(budget, abs=1.0)
     pair.nothing_is_left()
     # The recovery's own summary is a previous summary for the next gate.
     summary = read_summary(found.aborted.folder)
