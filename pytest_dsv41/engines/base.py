@@ -326,8 +326,13 @@ class Engine(ABC):
                 answer = http.post(where, json=body, timeout=timeout)
             if answer.status_code != 200:
                 raise MeasurementRefused("tokenize", f"{where} answered {answer.status_code}")
-            tokens = answer.json()["tokens"]
-            return [int(token) for token in tokens]
+            data = answer.json()
+            tokens = [int(token) for token in data["tokens"]]
+            if data.get("count", len(tokens)) != len(tokens):
+                raise MeasurementRefused(
+                    "tokenize", f"{where} counts {data['count']} tokens and lists {len(tokens)}"
+                )
+            return tokens
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             why = one_line(str(error) or type(error).__name__, 100)
             raise MeasurementRefused("tokenize", f"{where}: {why}") from None

@@ -143,5 +143,24 @@ def test_a_corpus_is_cut_by_the_servers_own_tokenizer(
     assert run(capsys, "corpus", "check", str(folder))[0] != 0
 
 
+@pytest.mark.parametrize(
+    ("fault", "told"), [("tokenize-404", "answered 404"), ("tokenize-count=3", "and lists")]
+)
+def test_a_tokenizer_that_cannot_be_trusted_cuts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str, told: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"word{i}" for i in range(300)))
+    with stub() as served:
+        served.faults(f"/tokenize:{fault}")
+        code, out = run(
+            capsys, "corpus", "cut", served.url, str(text), str(tmp_path / "c"), "--cut", "a=40"
+        )
+    assert code != 0
+    assert told in out
+    assert len(out.strip().splitlines()) == 1
+    assert not (tmp_path / "c").exists()
+
+
 def test_every_command_says_what_it_does() -> None:
     assert all(module.HELP for module in (measure, replay, corpus))

@@ -193,6 +193,15 @@ def test_server_time_that_contradicts_the_clients_refuses() -> None:
         assert refused.value.kind == "clocks"
 
 
+def test_a_server_whose_wall_clock_steps_is_measured_all_the_same() -> None:
+    with stub(round_ms=6.0) as served:
+        result = measure(served, "wall-step=-3000:3", tokens=20)
+    assert result.server.tokens == 20
+    # 19 rounds of 6 ms, whatever time of day the server thinks it is (the first may start late).
+    assert 18 * 6 <= (result.server.decode_ms or 0) < 2000
+    assert 0 < result.values["ttft_ms"].value < 2000
+
+
 def test_a_required_metric_that_has_no_value_refuses() -> None:
 
     with stub() as served, pytest.raises(MeasurementRefused) as refused:
