@@ -84,11 +84,13 @@ def _head(position: Position) -> Head:
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """Return the archive's path; a symbolic link is refused."""
+    """Return the archive's path; a symbolic link and a folder are refused."""
     checked = Path(path)
     if checked.is_symlink():
         # Two names of one archive would mean two lock files.
         raise ArchiveError(f"{checked}: is a symbolic link; name the archive itself")
+    if checked.is_dir():
+        raise ArchiveError(f"{checked}: is a folder; name the archive's file")
     return checked
 
 

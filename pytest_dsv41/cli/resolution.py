@@ -155,7 +155,9 @@ def _diff_cv(args: argparse.Namespace) -> tuple[float | None, str | None]:
         ) from None
     except (ValueError, RecursionError):
         raise UsageError(f"{path}: is not JSON") from None
-    found = sorted(set(_measured(value, args.cell, args.metric)))
+    # A summary can hold both: the pilot measured production against itself, a decision an arm.
+    in_pilot, in_decisions = _measured(value, args.cell, args.metric)
+    found = sorted(set(in_pilot or in_decisions))
     if len(found) != 1:
         raise UsageError(
             f"{path}: holds {len(found)} values of diff_cv for {args.cell}/{args.metric}, one is "
@@ -164,27 +166,35 @@ def _diff_cv(args: argparse.Namespace) -> tuple[float | None, str | None]:
     return found[0], str(path)
 
 
-def _measured(value: Any, cell: str, metric: str) -> list[float]:
-    """Collect `diff_cv` of a cell's metric from a summary's decisions or a pilot's result.
+def _measured(value: Any, cell: str, metric: str) -> tuple[list[float], list[float]]:
+    """Collect `diff_cv` of a cell's metric from pilots' results and from a summary's decisions.
 
-    Read are {"cells": {cell: {"series": [{"metric", "diff_cv"}]}}} at any depth, and
-    {"diff_cv": {"cell/metric": cv}}.
+    Read are {"diff_cv": {"cell/metric": cv}}, which pilots have, and
+    {"cells": {cell: {"series": [{"metric", "diff_cv"}]}}}, which decisions have, at any depth.
     """
-    if isinstance(value, list):
-        return [cv for one in value for cv in _measured(one, cell, metric)]
-    if not isinstance(value, dict):
-        return []
-    found = []
-    cells = value.get("cells")
-    own = cells.get(cell) if isinstance(cells, dict) else None
-    series = own.get("series") if isinstance(own, dict) else None
-    for one in series if isinstance(series, list) else ():
-        if isinstance(one, dict) and one.get("metric") == metric:
-            found.append(one.get("diff_cv"))
-    table = value.get("diff_cv")
-    if isinstance(table, dict):
-        found.append(table.get(f"{cell}/{metric}"))
-    found += [cv for one in value.values() for cv in _measured(one, cell, metric)]
+    in_pilot: list[Any] = []
+    in_decisions: list[Any] = []
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        if not isinstance(one, dict):
+            continue
+        waiting += one.values()
+        table = one.get("diff_cv")
+        if isinstance(table, dict):
+            in_pilot.append(table.get(f"{cell}/{metric}"))
+        cells = one.get("cells")
+        own = cells.get(cell) if isinstance(cells, dict) else None
+        series = own.get("series") if isinstance(own, dict) else None
+        for row in series if isinstance(series, list) else ():
+            if isinstance(row, dict) and row.get("metric") == metric:
+                in_decisions.append(row.get("diff_cv"))
+    return _fractions(in_pilot), _fractions(in_decisions)
+
+
+def _fractions(found: list[Any]) -> list[float]:
     return [
         float(cv)
         for cv in found

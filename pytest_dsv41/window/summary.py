@@ -456,7 +456,7 @@ def _from_runner(data: dict[str, Any]) -> dict[str, Any]:
     """Read a summary without a schema name: the form that WIN2's runners write.
 
     They name the window by its folder, hold one decision, and give the production commit in one of
-    two fields ("Control archive", row `commit`).
+    two fields ("Control archive", row `commit`), the second of which may be a table with `commit`.
     """
     named = data.get("window")
     identity = named if isinstance(named, str) and named else str(data["folder"])
@@ -464,6 +464,14 @@ def _from_runner(data: dict[str, Any]) -> dict[str, Any]:
     name = rest.partition("-W-")[0] or rest
     decision = data.get("decision")
     restore = data.get("restore")
+    if not isinstance(restore, dict):
+        restore = {"status": restore}
+    production = data.get("production")
+    commits = (
+        data.get("production_commit"),
+        production.get("commit") if isinstance(production, dict) else production,
+    )
+    code = data.get("exit_code")
     chain = data.get("chain")
     new: dict[str, Any] = {
         "schema": SCHEMA,
@@ -476,16 +484,16 @@ def _from_runner(data: dict[str, Any]) -> dict[str, Any]:
             "folder": data["folder"],
         },
         "status": data.get("status"),
-        "exit_code": data.get("exit_code", _EXIT_OF_STATUS.get(str(data.get("status")), 12)),
+        "exit_code": _EXIT_OF_STATUS.get(str(data.get("status")), 12) if code is None else code,
         "started_utc": data.get("started_utc"),
         "ended_utc": data.get("ended_utc"),
-        "restore": restore if isinstance(restore, dict) else {"status": restore or "NOT RECORDED"},
+        "restore": {**restore, "status": restore.get("status") or "NOT RECORDED"},
         "chain": chain if isinstance(chain, str) else None,
-        "production_commit": data.get("production_commit") or data.get("production"),
+        "production_commit": next((x for x in commits if isinstance(x, str) and x), None),
     }
     if isinstance(decision, dict):
         new["decisions"] = {str(decision.get("arm", "candidate")): decision}
-        new["decision_cells"] = decision.get("decision_cells", ())
+        new["decision_cells"] = decision.get("decision_cells") or ()
     return new
 
 

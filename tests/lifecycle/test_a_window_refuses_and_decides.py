@@ -207,3 +207,24 @@ def test_every_control_repeat_is_in_the_archive_once(tmp_path: Path) -> None:
     assert ended.summary["archive"]["appended"] == len(keys)
     with contextlib.suppress(KeyError):
         assert {r["clock_source"] for r in rows if "metric" in r} == {"none"}
+
+
+@pytest.mark.slow
+def test_an_archive_shorter_than_a_checkpoint_gets_no_row_and_is_an_alert(tmp_path: Path) -> None:
+    archive = tmp_path / "control-archive.jsonl"
+    # As `dsv41 archive head` printed it on another host, while the archive was longer.
+    (tmp_path / "archive-head.json").write_text(json.dumps({"rows": 99, "sha256": "5" * 64}))
+    ended = run(tmp_path)
+    assert ended.returncode == 21, ended.output
+    assert not archive.exists()
+    told = [line for line in ended.summary["alerts"] if line.startswith("archive: ")]
+    assert len(told) == 1
+    assert "has 0 rows, a checkpoint knows 99" in told[0]
+    assert ended.summary["restore"]["status"] == "RESTORED"
+    again = [sys.executable, "-m", "pytest_dsv41", "archive", "append", str(ended.folder)]
+    refused = subprocess.run(again, capture_output=True, text=True, check=False)
+    assert (refused.returncode, archive.exists()) == (4, False)
+    (tmp_path / "archive-head.json").unlink()
+    done = subprocess.run(again, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {json.loads(line)["start"] for line in archive.read_text().splitlines()} == {"K1", "K2"}

@@ -359,8 +359,11 @@ def test_a_measured_diff_cv_is_taken_from_the_command_or_from_a_file(
         command = resolution(archive, "32k-b1", "seeded:6", "0.05", "--diff-cv", given)
         assert main(command) == 0
         assert "half-width ±2.099 %" in capsys.readouterr().out
-    series = {"metric": "ms_per_round", "diff_cv": 0.02}
-    summary = {"decisions": {"fast": {"cells": {"32k-b1": {"series": [series]}}}}}
+
+    def summary_of(cv: float) -> dict[str, Any]:
+        return {"cells": {"32k-b1": {"series": [{"metric": "ms_per_round", "diff_cv": cv}]}}}
+
+    summary = {"decisions": {"fast": summary_of(0.02)}}
     pilot = {"diff_cv": {"32k-b1/ms_per_round": 0.02, "short-b1/ms_per_round": 0.05}}
     for document in (summary, pilot):
         path = tmp_path / "result.json"
@@ -370,6 +373,13 @@ def test_a_measured_diff_cv_is_taken_from_the_command_or_from_a_file(
         out = capsys.readouterr().out
         assert "half-width ±2.099 %" in out
         assert f"CV of paired differences 2.00 % ({path})" in out
+    # A window with a pilot beside it: the pilot's is the one to plan by, not the arm's.
+    path.write_text(json.dumps({"decisions": {"fast": summary_of(0.5)}, "pilot": pilot}))
+    assert main(command) == 0
+    assert f"CV of paired differences 2.00 % ({path})" in capsys.readouterr().out
+    path.write_text(json.dumps({"decisions": {"a": summary_of(0.5), "b": summary_of(0.4)}}))
+    assert main(command) == 4
+    assert "holds 2 values" in capsys.readouterr().err
     path.write_text("{}")
     assert main(command) == 4
     assert "holds 0 values of diff_cv for 32k-b1/ms_per_round" in capsys.readouterr().err

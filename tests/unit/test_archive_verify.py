@@ -316,6 +316,20 @@ def test_an_append_refuses_a_file_that_is_older_than_a_known_checkpoint(tmp_path
     assert archive_append(archive, [example_row(60)], checkpoints=heads).rows == 11
 
 
+def test_a_folder_is_no_archive_and_gets_no_files_beside_it(tmp_path: Path) -> None:
+    folder = tmp_path / "archive"
+    folder.mkdir()
+    for use in (
+        lambda: archive_append(folder, [example_row(0)]),
+        lambda: archive_head(folder),
+        lambda: archive_rows(folder),
+        lambda: verify_archive(folder),
+    ):
+        with pytest.raises(ArchiveError, match="archive: is a folder; name the archive's file"):
+            use()
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_checkpoints_are_read_from_summaries_heads_and_folders(tmp_path: Path) -> None:
     campaign = tmp_path / "campaign"
     archive = campaign / "control-archive.jsonl"

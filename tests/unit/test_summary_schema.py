@@ -188,6 +188,27 @@ def test_a_runners_summary_without_a_schema_is_read(tmp_path: Path) -> None:
     assert summary.restore.production_up
 
 
+@pytest.mark.parametrize(
+    ("said", "commit", "restore"),
+    [
+        ({"production": {"commit": "5" * 40}}, "5" * 40, "RESTORED"),
+        ({"production_commit": "4" * 40, "production": ["K1"]}, "4" * 40, "RESTORED"),
+        ({"production": {"arm": "K1"}}, None, "RESTORED"),
+        ({"restore": {"identical": 6}}, "596ba1c" + "0" * 33, "NOT RECORDED"),
+        ({"restore": {"status": None}, "exit_code": None}, "596ba1c" + "0" * 33, "NOT RECORDED"),
+        ({"decision": {"decision_cells": None}}, "596ba1c" + "0" * 33, "RESTORED"),
+    ],
+)
+def test_what_a_runners_summary_leaves_open_does_not_make_it_unreadable(
+    tmp_path: Path, said: dict[str, Any], commit: str | None, restore: str
+) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps(runner_summary(**said)))
+    summary = read_summary(tmp_path)
+    assert (summary.production_commit, summary.restore.status) == (commit, restore)
+    assert summary.restore.production_up is (restore == "RESTORED")
+    assert (summary.status, summary.exit_code) == ("NOT A CANDIDATE", 11)
+
+
 OLDER = Path(__file__).parent / "data" / "older-window"
 """A window's files as the first version wrote them."""
 
