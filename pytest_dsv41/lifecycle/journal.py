@@ -68,8 +68,9 @@ class Journal:
         return str(self._window().get("mode", "single"))
 
     def chain(self) -> str:
-        """The owner of the chain that the window was opened in, or nothing."""
-        return str(self._window().get("chain", ""))
+        """The owner of the chain that the window was opened in, or has begun itself; or nothing."""
+        named = [str(line["chain"]) for line in self.lines() if line.get("chain")]
+        return named[-1] if named else ""
 
     def _window(self) -> dict[str, Any]:
         return next((line for line in self.lines() if line.get("step") == "window"), {})

@@ -16,6 +16,7 @@ from pytest_dsv41.archive import archive_rows
 from pytest_dsv41.errors import RefusedByWorld
 from pytest_dsv41.hosts import CommandLog
 from pytest_dsv41.hosts.fake import FakeHost
+from pytest_dsv41.lifecycle import closing
 from pytest_dsv41.lifecycle.abort import abort, new_abort_folder
 from pytest_dsv41.lifecycle.chain import ChainUse
 from pytest_dsv41.lifecycle.finish import ARCHIVE_NAME
@@ -296,6 +297,25 @@ def test_a_foreign_placeholder_at_the_end_is_left_and_listed(pair: Pair) -> None
     host.run([*words, "kill-session", "-t", "=dsv41-hold"], name="kill", deadline_s=5)
     assert end_by_hand(pair.campaign, owner=marker.placeholder_owner) == ("ENDED", [])
     assert read_leftovers(pair.campaign) == ()
+
+
+def test_an_intent_that_is_deleted_after_the_placeholders_started_still_has_their_owner(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def deleted(step: str, event: str) -> None:
+        if (step, event) == ("marker", "begin"):
+            assert all(pair.owners().values())
+            (pair.campaign / "intent.json").unlink()
+
+    monkeypatch.setattr(closing, "write_marker", full)
+    pair.on_step = deleted
+    summary = pair.run(FIRST)
+    assert (summary.chain, summary.restore.status) == ("ENDED", "RESTORED")
+    assert summary.alerts == ("marker: [Errno 28] No space left on device",)
+    pair.nothing_is_left()
 
 
 def test_a_host_that_was_restarted_in_the_gap_stops_the_chain(pair: Pair) -> None:
