@@ -20,7 +20,16 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from pytest_dsv41.archive.errors import ChainBroken, WrongSchema
-from pytest_dsv41.archive.rows import CONTINUES, END, GENESIS, PREFIX, SCHEMA, SUFFIX, TAIL
+from pytest_dsv41.archive.rows import (
+    CONTINUES,
+    END,
+    GENESIS,
+    MIGRATED,
+    PREFIX,
+    SCHEMA,
+    SUFFIX,
+    TAIL,
+)
 from pytest_dsv41.text import one_line
 
 __all__ = ["START", "Gap", "Position", "Sink", "Walk", "walk"]
@@ -203,10 +212,12 @@ def _diagnose(file: BinaryIO, name: str, line: bytes, end: Position) -> ChainBro
             return _broken(name, place, "edited", "is no archive row any more")
         shown = one_line(found.schema, 60)
         if place == 1:
-            return WrongSchema(
-                f"{name}: is a {shown} file, this version writes {SCHEMA}; "
+            way = (
                 "`dsv41 archive migrate` rebuilds it"
+                if found.schema in MIGRATED
+                else "a later version wrote it, or something else: nothing is changed"
             )
+            return WrongSchema(f"{name}: is a {shown} file, this version writes {SCHEMA}; {way}")
         return _broken(name, place, "foreign row", f"a row of schema {shown} among v4 rows")
     if not found.whole:
         if found.seq == place and found.prev == end.head:

@@ -52,6 +52,7 @@ CONTROL_ROLES = frozenset({"control", "k", "off", "h"})
 HOSTS = 2
 """How many hosts a start log must prove the clock cap of."""
 
+_WINDOW_FILES = ("summary.json", "plan.json", "values.jsonl", "rollback.json")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CAP_LINE = re.compile(r"(?<!\S)([A-Za-z0-9][A-Za-z0-9._-]*) clock cap ([0-9]{1,6}) MHz\b")
 _UTC = re.compile(
@@ -352,9 +353,9 @@ def window_folders(campaign: Folder) -> list[Path]:
 
 def _once(folders: Iterable[Folder]) -> list[Path]:
     """Return each window once, whatever it was called, in the order it was first named."""
-    by_path: dict[Path, Path] = {}
+    by_path: dict[str, Path] = {}
     for folder in folders:
-        by_path.setdefault(Path(folder).resolve(), Path(folder))
+        by_path.setdefault(os.path.realpath(folder), Path(folder))
     by_id: dict[str, Path] = {}
     for folder in by_path.values():
         by_id.setdefault(window_id(folder), folder)
@@ -379,6 +380,11 @@ def control_rows(
     folder = Path(out)
     if not folder.is_dir():
         raise HistoryUnknown(f"{folder}: there is no such window folder")
+    if not any((folder / name).exists() for name in _WINDOW_FILES):
+        # Its 0 rows would look as if a window had been read.
+        raise HistoryUnknown(
+            f"{folder}: is no window's folder: it has none of {', '.join(_WINDOW_FILES)}"
+        )
     kind = _block(_json(folder / "plan.json"), "spec").get("kind") or _block(
         _json(folder / "summary.json"), "window"
     ).get("kind")

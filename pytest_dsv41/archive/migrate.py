@@ -38,6 +38,7 @@ from pytest_dsv41.archive.index import drop_index
 from pytest_dsv41.archive.kept import OWN_HASHES, kept_name
 from pytest_dsv41.archive.rows import (
     GENESIS,
+    MIGRATED,
     OPTIONAL,
     SCHEMA,
     encode,
@@ -54,7 +55,7 @@ __all__ = ["Migration", "migrate"]
 _PREFIX = "dsv41-control-archive-"
 _V1 = ("window", "cell", "metric", "value", "max_tokens", "date")
 _V3 = (*_V1, "commit", "clock_cap_mhz", "start", "repeat")
-_OLD = {f"{_PREFIX}v1": _V1, f"{_PREFIX}v3": _V3}
+_OLD = dict(zip(MIGRATED, (_V1, _V3), strict=True))
 _OPTIONAL = tuple(name for name in OPTIONAL if not name.startswith("prompt"))
 # The document fixes no names for the chain of old versions; these are read.
 _PREVIOUS = ("prev_sha256", "prev_sha", "prev", "previous")

@@ -35,6 +35,7 @@ __all__ = [
     "FIELDS",
     "GENESIS",
     "KEY",
+    "MIGRATED",
     "OPTIONAL",
     "REQUIRED",
     "SCHEMA",
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 SCHEMA = "dsv41-control-archive-v4"
+MIGRATED = ("dsv41-control-archive-v1", "dsv41-control-archive-v3")
+"""The older versions that `migrate` rebuilds."""
 GENESIS = "0" * 64
 
 DEFINITION = ("cell", "metric", "max_tokens", "clock_cap_mhz", "commit", "prompt_sha256")

@@ -84,13 +84,18 @@ def _head(position: Position) -> Head:
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """Return the archive's path; a symbolic link and a folder are refused."""
+    """Return the archive's path; a symbolic link, and what is no file, is refused."""
     checked = Path(path)
+    if not checked.name:
+        raise ArchiveError(f"{os.fspath(path)!r}: names no file; valid: an archive's path")
     if checked.is_symlink():
         # Two names of one archive would mean two lock files.
         raise ArchiveError(f"{checked}: is a symbolic link; name the archive itself")
     if checked.is_dir():
         raise ArchiveError(f"{checked}: is a folder; name the archive's file")
+    if checked.exists() and not checked.is_file():
+        # Before a lock file is made beside it, and before a pipe is waited for.
+        raise ArchiveError(f"{checked}: is no regular file; name the archive itself")
     return checked
 
 

@@ -101,9 +101,9 @@ def _of_archive(value: Any, archive: Path | None, folder: Path) -> bool:
     named = block.get("path") if isinstance(block, dict) else None
     if archive is None or not isinstance(named, str):
         return True
+    wanted = os.path.realpath(archive)
     with contextlib.suppress(OSError, ValueError):
-        wanted = archive.resolve()
-        return wanted in (Path(named).resolve(), (folder / named).resolve())
+        return wanted in (os.path.realpath(named), os.path.realpath(folder / named))
     return False
 
 
@@ -145,17 +145,17 @@ def read_checkpoints(
         for file in files:
             try:
                 documents = _documents(file)
+                heads = [
+                    head
+                    for document in documents
+                    if not source.is_dir() or _of_archive(document, only, file.parent)
+                    for head in _heads(document)
+                ]
             except (OSError, ValueError, RecursionError) as error:
                 if source.is_dir():
                     continue
                 reason = error.strerror if isinstance(error, OSError) else "is not JSON"
                 raise ArchiveError(f"{file}: {reason}; a checkpoint file holds heads") from None
-            heads = [
-                head
-                for document in documents
-                if not source.is_dir() or _of_archive(document, only, file.parent)
-                for head in _heads(document)
-            ]
             if not heads and not source.is_dir():
                 raise ArchiveError(
                     f'{file}: holds no checkpoint; valid: {{"rows": …, "sha256": …}} or a '

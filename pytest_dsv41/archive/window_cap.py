@@ -11,6 +11,7 @@ the next: `experiments/<LANE>/hypothesis-<n>.md` with a UTC timestamp in its fir
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_dsv41.archive.errors import ArchiveError
-from pytest_dsv41.archive.history import parse_utc, read_values, role_of, window_folders
+from pytest_dsv41.archive.history import parse_utc, read_values, role_of, window_folders, window_id
 from pytest_dsv41.text import one_line
 
 __all__ = ["CAP", "CapAnswer", "Reason", "SeenWindow", "window_cap"]
@@ -33,6 +34,7 @@ COUNTED = frozenset({"COMPLETE", "INCONCLUSIVE", "NOT A CANDIDATE", "CANDIDATE"}
 NEVER_COUNTED = frozenset({"admission", "smoke"})
 
 _FIRST_LINES = 10
+_LANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HYPOTHESIS_FILE = re.compile(r"hypothesis-[0-9]+\.md")
 _DECORATION = re.compile(r"^[\s>*+`_#|-]*|[`*|]")
 _READ_LIMIT = 16 << 20
@@ -124,6 +126,8 @@ def _adoption(campaign: Path, since: str | None) -> datetime | None:
     if since is not None:
         return _day_or_utc(since, "since")
     path = campaign / "WINDOW-CAP.json"
+    if path.exists() and not path.is_file():
+        raise ArchiveError(f"{path}: is no regular file")
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -142,12 +146,20 @@ def _text(value: object) -> str:
 
 def _windows(campaign: Path, lane: str, prefix: str | None) -> Iterator[_Window]:
     for folder in window_folders(campaign):
+        path = folder / "summary.json"
         try:
-            summary = json.loads((folder / "summary.json").read_bytes())
-        except (OSError, ValueError, RecursionError):
-            # No summary: running, killed, or no window. Nothing of it can be counted.
+            summary = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            # Running, killed, or no window. Nothing of it can be counted.
             continue
+        except (OSError, ValueError, RecursionError):
+            summary = None
         if not isinstance(summary, dict):
+            if _told_of(folder, lane, prefix):
+                raise ArchiveError(
+                    f"{path}: damaged, whether this window counts cannot be told; bring the file "
+                    "back from a copy"
+                )
             continue
         block = summary.get("window")
         window = block if isinstance(block, dict) else {}
@@ -174,6 +186,18 @@ def _windows(campaign: Path, lane: str, prefix: str | None) -> Iterator[_Window]
         yield _Window(seen, began, ended, folder)
 
 
+def _told_of(folder: Path, lane: str, prefix: str | None) -> bool:
+    """Whether a window is the lane's (or the prefix's) by what its folder has beside a summary."""
+    name = window_id(folder)
+    if prefix is not None:
+        return name.startswith(prefix)
+    try:
+        of_lane = json.loads((folder / "plan.json").read_bytes())["spec"]["lane"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return name.startswith(f"{lane}-")
+    return bool(of_lane == lane)
+
+
 def _counts(status: str, kind: str, name: str) -> tuple[bool, str]:
     # An old summary has no kind: then its name tells.
     words = {kind.lower()} if kind else set(re.split(r"[-_.]", name.lower()))
@@ -186,8 +210,15 @@ def _counts(status: str, kind: str, name: str) -> tuple[bool, str]:
 
 
 def _read_text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        # Whoever opens a pipe waits for its other end.
+        raise ArchiveError(f"{path}: is no regular file")
     with path.open("rb") as file:
-        return file.read(_READ_LIMIT).decode("utf-8", "replace")
+        raw = file.read(_READ_LIMIT)
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ArchiveError(f"{path}: is UTF-16, its lines cannot be read; save it as UTF-8")
+    # An editor's byte order mark is no part of the first line.
+    return raw.decode("utf-8-sig", "replace")
 
 
 def _hypothesis_files(root: Path, lane: str) -> Iterator[tuple[str, str, datetime]]:
@@ -261,8 +292,15 @@ def window_cap(
         lanes: LANES.md files.
 
     Raises:
-        ArchiveError: no such campaign, a bad date, or a window that nothing dates.
+        ArchiveError: no such campaign, no lane's name, a bad date, a window that nothing dates, or
+            a file that cannot be read.
     """
+    if not _LANE.fullmatch(lane):
+        # An empty name (an unset variable of a script) would find no window, and allow.
+        raise ArchiveError(
+            f"lane: {one_line(repr(lane), 80)} is no lane's name; valid: 1 to 64 of "
+            "A-Z a-z 0-9 . _ -, the first one a letter or a digit"
+        )
     root = Path(campaign)
     if not root.is_dir():
         raise ArchiveError(f"{root}: there is no such campaign folder")
@@ -338,7 +376,7 @@ def window_cap(
 
 
 def _unique(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    by_path: dict[Path, Path] = {}
+    by_path: dict[str, Path] = {}
     for path in paths:
-        by_path.setdefault(Path(path).resolve(), Path(path))
+        by_path.setdefault(os.path.realpath(path), Path(path))
     return list(by_path.values())

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import io
 import os
 import signal
 import sys
@@ -63,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, text in COMMANDS.items()
         if importlib.util.find_spec(f"{__name__}.{_module(name)}") is not None
     }
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that has no ± gets \\xb1, not an error in place of the answer.
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = _Parser(
         prog="dsv41",
         description="Windows for self-hosted LLM servers. A window itself runs as: "

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -50,6 +52,8 @@ _FILTERS = {
     "date": str,
     "clock_source": str,
 }
+_MOST_HOSTS = 1000
+_ARCHIVE_BEGINS = b'{"schema":"dsv41-control-archive-'
 _FLAGS = {"clock_cap_mhz": "--clock", "prompt_sha256": "--prompt", "max_tokens": "--max-tokens"}
 
 
@@ -158,6 +162,12 @@ def known_heads(args: argparse.Namespace, archive: Path) -> list[Head]:
     return [point.head for point in read_checkpoints([archive.parent], archive)]
 
 
+def _hosts(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= _MOST_HOSTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of hosts; valid: 1 to 1000")
+    return int(text)
+
+
 def clock_arguments(parser: argparse.ArgumentParser) -> None:
     """Add how a start's clock cap is proved."""
     parser.add_argument(
@@ -166,7 +176,7 @@ def clock_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hosts",
         metavar="N",
-        type=int,
+        type=_hosts,
         default=2,
         help="hosts whose clock cap a start log must prove (default: %(default)s)",
     )
@@ -241,6 +251,34 @@ def _existing(text: str) -> Path:
     if not path.is_file():
         raise UsageError(f"{path}: there is no such archive")
     return path
+
+
+@contextlib.contextmanager
+def _whole(name: str, archive: Path) -> Iterator[Path]:
+    """Give a path to write to, which takes the name `name` when all is written.
+
+    A command that fails leaves no half file. What is no regular file is not replaced, nor is an
+    archive or a file beside one: an answer is never worth the rows that it was read from.
+    """
+    # Through a symbolic link it is the file behind it that is written.
+    out = Path(os.path.realpath(name))
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {name}: there is no folder {out.parent}")
+    if out.exists() and not out.is_file():
+        raise UsageError(f"--out {name}: is no regular file; valid: the name of a file")
+    real = Path(os.path.realpath(archive))
+    beside = out.parent == real.parent and out.name.startswith(f"{real.name}.")
+    if out == real or beside or (out.exists() and _is_archive(out, real)):
+        raise UsageError(f"--out {name}: is a control archive, or belongs to one; name another")
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        part = Path(folder) / out.name
+        yield part
+        part.replace(out)
+
+
+def _is_archive(out: Path, archive: Path) -> bool:
+    with out.open("rb") as file:
+        return out.samefile(archive) or file.read(len(_ARCHIVE_BEGINS)) == _ARCHIVE_BEGINS
 
 
 def _head(args: argparse.Namespace) -> int:
@@ -321,18 +359,17 @@ def _query(args: argparse.Namespace) -> int:
     if args.out is None:
         if form == "parquet":
             raise UsageError("--format parquet: needs --out FILE")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # Rows are as they are in a file, whatever the terminal can show.
+            sys.stdout.reconfigure(encoding="utf-8", errors="strict")
         write_text(rows, sys.stdout, form)
         return 0
-    out = Path(args.out)
-    # Written beside and then renamed: a query that fails leaves no half file.
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        part = Path(folder) / out.name
+    with _whole(args.out, Path(args.archive)) as part:
         if form == "parquet":
             count = write_parquet(rows, part)
         else:
             with part.open("w", encoding="utf-8", newline="") as file:
                 count = write_text(rows, file, form)
-        part.replace(out)
     print(f"{count} rows: {one_line(args.out, 300)}")
     return 0
 
@@ -413,7 +450,8 @@ def _plot(args: argparse.Namespace) -> int:
         for drift in one.drift:
             print("  " + one_line(f"DRIFT: {drift}", 400))
     if args.out:
-        Path(args.out).write_text(svg(charts), encoding="utf-8")
+        with _whole(args.out, Path(args.archive)) as part:
+            part.write_text(svg(charts), encoding="utf-8")
         print(f"plot: {one_line(args.out, 300)}")
     return 0
 

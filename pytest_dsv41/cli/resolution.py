@@ -29,7 +29,17 @@ def _gain(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < 10:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive fraction; valid: 0.03 or 3%%")
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive fraction; valid: 0.03 or 3%")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
     return value
 
 
@@ -61,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--estimated-s",
-        type=float,
+        type=_seconds,
         metavar="S",
         help="estimated seconds of one repeat (a cell's estimated_s), for the minutes",
     )
@@ -149,14 +159,14 @@ def _diff_cv(args: argparse.Namespace) -> tuple[float | None, str | None]:
         path = Path(args.diff_cv)
     try:
         value = json.loads(path.read_bytes())
+        in_pilot, in_decisions = _measured(value, args.cell, args.metric)
     except FileNotFoundError:
         raise UsageError(
             f"--diff-cv {args.diff_cv}: is neither a positive fraction nor a file"
         ) from None
     except (ValueError, RecursionError):
-        raise UsageError(f"{path}: is not JSON") from None
+        raise UsageError(f"{path}: is not JSON, or nested too deeply") from None
     # A summary can hold both: the pilot measured production against itself, a decision an arm.
-    in_pilot, in_decisions = _measured(value, args.cell, args.metric)
     found = sorted(set(in_pilot or in_decisions))
     if len(found) != 1:
         raise UsageError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
+from ..errors import UsageError
 from ..text import one_line
 
 __all__ = ["HELP", "configure", "run"]
@@ -48,6 +50,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the answer, what was counted, and what would satisfy it."""
     from ..archive.window_cap import window_cap
 
+    # What was named and is not there would be looked at in vain, and nobody would know.
+    for flag, names in (("--experiments", args.experiments), ("--lanes", args.lanes)):
+        for name in names:
+            if not Path(name).exists():
+                raise UsageError(f"{flag} {name}: there is no such file or folder")
     answer = window_cap(
         args.lane,
         args.campaign,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,12 +75,12 @@ def _folders(campaign: Path) -> Iterator[Path]:
     yield from campaign.iterdir()
     for record in sorted((campaign / "windows").glob("*.json")):
         # A record that cannot be read names nothing; status and recover are the ones to alert.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             yield Path(json.loads(record.read_bytes())["folder"])
 
 
 def _scan(campaign: Path) -> Iterator[Listed]:
-    for folder in {path.resolve(): path for path in _folders(campaign)}.values():
+    for folder in {os.path.realpath(path): path for path in _folders(campaign)}.values():
         if (folder / FILE_NAME).is_file():
             try:
                 summary = read_summary(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +277,62 @@ def test_a_window_that_nothing_dates_and_a_missing_campaign_are_named(tmp_path: 
         window_cap("PC1", tmp_path / "none", since=SINCE)
     with pytest.raises(ArchiveError, match="since: 'tomorrow' is no UTC date; valid: 2026-10-26"):
         window_cap("PC1", tmp_path, since="tomorrow")
+
+
+@pytest.mark.parametrize("lane", ["", " ", "../PC1", "/", "PC1\n", "P*", "L" * 65, "\x1b[31m"])
+def test_what_is_no_lanes_name_is_never_allowed(
+    campaign: Path, capsys: pytest.CaptureFixture[str], lane: str
+) -> None:
+    assert main(["window-cap", "--campaign", str(campaign), "--", lane]) == 4
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "is no lane's name; valid: " in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_an_editors_marks_do_not_hide_the_first_line(campaign: Path, mark: str, end: str) -> None:
+    (campaign / "LANES.md").write_bytes(
+        f"{mark}HYPOTHESIS PC1 draft four 2026-10-28T08:00:00Z{end}".encode()
+    )
+    assert cap(campaign, "PC1").allow
+
+
+def test_files_of_the_cap_that_cannot_be_read_are_named(campaign: Path) -> None:
+    register = campaign / "LANES.md"
+    register.write_text("HYPOTHESIS PC1 x 2026-10-28T08:00:00Z\n", encoding="utf-16")
+    with pytest.raises(ArchiveError, match=r"LANES\.md: is UTF-16.* save it as UTF-8"):
+        cap(campaign, "PC1")
+    register.unlink()
+    os.mkfifo(register)
+    with pytest.raises(ArchiveError, match=r"LANES\.md: is no regular file"):
+        cap(campaign, "PC1")
+    register.unlink()
+    register.symlink_to(register)
+    with pytest.raises(OSError, match="symbolic links"):
+        cap(campaign, "PC1")
+    register.unlink()
+    os.mkfifo(campaign / "WINDOW-CAP.json")
+    with pytest.raises(ArchiveError, match=r"WINDOW-CAP\.json: is no regular file"):
+        window_cap("PC1", campaign)
+
+
+def test_a_damaged_summary_of_the_lane_is_never_taken_for_a_free_window(campaign: Path) -> None:
+    summary = next(campaign.glob("PC1-threshold1024-*")) / "summary.json"
+    summary.write_bytes(summary.read_bytes()[:9])
+    with pytest.raises(ArchiveError, match=r"threshold1024.*summary\.json: damaged, whether"):
+        cap(campaign, "PC1")
+    with pytest.raises(ArchiveError, match="damaged, whether"):
+        cap(campaign, "X", prefix="PC1-thr")
+    assert not cap(campaign, "UP3").allow  # the other lanes' answers stay
+    (summary.parent / "plan.json").write_text(json.dumps({"spec": {"lane": "other"}}))
+    assert cap(campaign, "PC1").in_force_since is not None
+
+
+@pytest.mark.parametrize("flag", ["--lanes", "--experiments"])
+def test_a_named_register_that_is_not_there_is_wrong_use(
+    campaign: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert main(["window-cap", "PC1", "--campaign", str(campaign), flag, "none"]) == 4
+    assert f"{flag} none: there is no such file or folder" in capsys.readouterr().err
