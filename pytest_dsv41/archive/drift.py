@@ -1,18 +1,21 @@
 """A metric over time, one definition at a time: control limits, and drift by name.
 
-The points are the windows' means, in the archive's order. The limits are those of a chart of
-individuals: mean ± 2.66 times the mean moving range (three sigma, where sigma is the mean moving
-range over 1.128), so a slow drift does not widen its own limits. Named are: a point beyond the
-limits; nine points in a row on one side of the mean; six in a row that only rise or only fall.
+The points are the windows' means in the order of time: by the window's day, then by the time in its
+id. The archive's own order is that of the appends, and a backfill appends older windows last. The
+limits are those of a chart of individuals: mean ± 2.66 times the mean moving range (three sigma,
+where sigma is the mean moving range over 1.128), so a slow drift does not widen its own limits.
+Named are: a point beyond the limits; nine points in a row on one side of the mean; six in a row
+that only rise or only fall.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from pytest_dsv41.archive.history import parse_utc
 from pytest_dsv41.archive.spread import Spread
 from pytest_dsv41.text import one_line
 
@@ -51,9 +54,18 @@ def _sign(value: float) -> int:
     return (value > 0) - (value < 0)
 
 
-def chart(spread: Spread) -> Chart:
-    """Return the control chart of a definition's window means, with every drift named."""
-    points = tuple((window.window, window.mean) for window in spread.windows)
+def chart(spread: Spread, days: Mapping[str, str]) -> Chart:
+    """Return the control chart of a definition's window means, with every drift named.
+
+    `days` gives each window's day, YYYYMMDD, as its rows have it.
+    """
+
+    def when(point: tuple[str, float]) -> tuple[str, str]:
+        told = parse_utc(point[0])
+        return days[point[0]], f"{told:%Y%m%dT%H%M%S}" if told else ""
+
+    # Of what is not told apart the archive's order stays.
+    points = tuple(sorted(((one.window, one.mean) for one in spread.windows), key=when))
     values = [value for _, value in points]
     if len(values) < 3:
         centre = sum(values) / len(values) if values else None

@@ -433,9 +433,16 @@ def _spread(args: argparse.Namespace) -> int:
 
 
 def _plot(args: argparse.Namespace) -> int:
+    from ..archive import iter_rows
     from ..archive.drift import chart, svg
 
-    charts = [chart(spread) for spread in _picked(args)]
+    charts = [
+        chart(
+            spread,
+            {row["window"]: row["date"] for row in iter_rows(args.archive, spread.definition)},
+        )
+        for spread in _picked(args)
+    ]
     if not charts:
         print("no such rows")
         return 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pytest_dsv41.archive import archive_append, archive_head, archive_rows, archive_spread
-from pytest_dsv41.archive.drift import chart, svg
+from pytest_dsv41.archive.drift import Chart, chart, svg
 from pytest_dsv41.archive.testing import example_row
 from pytest_dsv41.cli import main
 from pytest_dsv41.cli.archive import patience
@@ -130,6 +130,11 @@ def drifting(path: Path, means: list[float]) -> Path:
     return path
 
 
+def charted(path: Path) -> Chart:
+    days = {row["window"]: row["date"] for row in archive_rows(path)}
+    return chart(archive_spread(path, "short-b1", "ms_per_round"), days)
+
+
 STEADY = [50.0, 50.4, 49.8, 50.2, 49.9, 50.3, 49.7, 50.1]
 
 
@@ -155,7 +160,7 @@ def test_drift_is_named_when_it_appears(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], means: list[float], named: list[str]
 ) -> None:
     path = drifting(tmp_path / "a.jsonl", means)
-    found = chart(archive_spread(path, "short-b1", "ms_per_round"))
+    found = charted(path)
     text = " | ".join(found.drift)
     for part in named:
         assert part in text
@@ -170,17 +175,38 @@ def test_drift_is_named_when_it_appears(
 
 def test_the_limits_are_those_of_a_chart_of_individuals(tmp_path: Path) -> None:
     path = drifting(tmp_path / "a.jsonl", [10.0, 12.0, 11.0, 13.0])
-    found = chart(archive_spread(path, "short-b1", "ms_per_round"))
+    found = charted(path)
     # The moving ranges are 2, 1 and 2.
     assert found.centre == pytest.approx(11.5)
     assert found.high == pytest.approx(11.5 + 2.66 * 5 / 3)
     assert found.low == pytest.approx(11.5 - 2.66 * 5 / 3)
 
 
+def test_windows_that_were_appended_late_stand_at_their_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    # Day and hour, and the slow rise that is only seen in the order of time.
+    rising = [("1020", 9), ("1020", 15), ("1021", 3), ("1022", 3), ("1023", 8), ("1023", 10)]
+    rows = [
+        example_row(0, window=f"L-a-W-2026{day}T{hour:02}0000Z", date=f"2026{day}", value=50.0 + n)
+        for n, (day, hour) in enumerate(rising)
+    ]
+    for n in (4, 5, 1, 0, 3, 2):
+        archive_append(path, [rows[n]])
+    command = ["archive", "plot", str(path), "--cell", "short-b1", "--metric", "ms_per_round"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[2:8]] == [
+        [row["window"], f"{50 + n}"] for n, row in enumerate(rows)
+    ]
+    assert "DRIFT: L-a-W-20261020T090000Z to L-a-W-20261023T100000Z: 6 windows" in lines[8]
+
+
 def test_a_hostile_window_name_is_harmless_in_the_plot(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     archive_append(path, [example_row(0, window="<script>alert(1)</script>")])
-    page = svg([chart(archive_spread(path, "short-b1", "ms_per_round"))])
+    page = svg([charted(path)])
     assert "<script" not in page
     ElementTree.fromstring(page)
 
