@@ -16,9 +16,7 @@ from ..hosts.local import boottime
 from ..targets import HoldSite, Target
 from ..text import one_line
 from ..window.summary import Summary, read_summary, summary_path
-from .abort import abort
 from .closing import close_window
-from .finish import finish_abort, finish_window
 from .hold import Hold, HoldState
 from .intent import Intent, read_intent
 from .journal import Journal
@@ -50,6 +48,10 @@ def recover_window(
         RefusedByWorld: another process holds the campaign's lease.
         UsageError: the folder is not a window's.
     """
+    # The rules and the archive are loaded by who recovers; a look has to answer at once.
+    from .abort import abort
+    from .finish import finish_abort, finish_window
+
     record = read_record(folder)
     campaign = Path(record.campaign)
     limits = record.limits
