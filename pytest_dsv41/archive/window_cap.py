@@ -38,6 +38,9 @@ _LANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HYPOTHESIS_FILE = re.compile(r"hypothesis-[0-9]+\.md")
 _DECORATION = re.compile(r"^[\s>*+`_#|-]*|[`*|]")
 _READ_LIMIT = 16 << 20
+# The time in a window's or chain's id is that one's and no date of the text that names it.
+_ID = re.compile(r"[\w.-]*[\w.]-[0-9]{8}T[0-9]{6}Z")
+_DAY_FIRST = re.compile(r"[0-9]{4}-?[0-9]{2}-?[0-9]{2}[T ]")
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,11 @@ def _counts(status: str, kind: str, name: str) -> tuple[bool, str]:
     return True, "counts"
 
 
+def _date_of(text: str) -> datetime | None:
+    """Return when a hypothesis or an override says that it was written."""
+    return parse_utc(_ID.sub("", text))
+
+
 def _read_text(path: Path) -> str:
     if path.exists() and not path.is_file():
         # Whoever opens a pipe waits for its other end.
@@ -229,7 +237,7 @@ def _hypothesis_files(root: Path, lane: str) -> Iterator[tuple[str, str, datetim
         if not _HYPOTHESIS_FILE.fullmatch(path.name) or not path.is_file():
             continue
         for line in _read_text(path).splitlines()[:_FIRST_LINES]:
-            when = parse_utc(line)
+            when = _date_of(line)
             if when is not None:
                 yield "hypothesis file", str(path), when
                 break
@@ -248,7 +256,14 @@ def _register_lines(path: Path, lane: str) -> Iterator[tuple[str, str, datetime]
         # Markdown around the line (a bullet, bold, a code span, a table) does not matter.
         line = _DECORATION.sub("", raw).strip() if lane in raw else ""
         for kind, form in forms:
-            when = parse_utc(line) if form.match(line) else None
+            match = form.match(line)
+            if match is None:
+                continue
+            rest = line[match.end() :].lstrip(" :,")
+            if kind == "override" and not _DAY_FIRST.match(rest):
+                # Its form has no text before the time: a sentence about an override is none.
+                continue
+            when = _date_of(rest)
             if when is not None:
                 yield kind, f"{path}:{number}", when
 

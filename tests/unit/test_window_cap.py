@@ -113,6 +113,8 @@ def hypothesis(campaign: Path, text: str, name: str = "hypothesis-3.md", lane: s
     [
         (f"# Threshold and prefill share a queue\n\n{NEW}\n\nBecause …\n", True),
         ("Date: 2026-10-27 19:00 UTC\n", True),
+        (f"# After PC1-threshold512-W-20261027T181314Z\n{NEW}\n", True),
+        (f"# After PC1-threshold512-W-20261028T181314Z\n{OLD}\n", False),
         (f"{OLD}\n", False),
         ("# No date\n", False),
         ("\n" * 10 + NEW, False),
@@ -166,6 +168,10 @@ def test_the_command_looks_in_the_current_folder_too(
         ("HYPOTHESIS PC1 the queue is shared", None),
         (f"WINDOW-CAP OVERRIDE UP3 {NEW}", None),
         (f"OVERRIDE PC1 {NEW}", None),
+        (f"WINDOW-CAP OVERRIDE PC1: {NEW} for the demo", "override"),
+        (f"WINDOW-CAP OVERRIDE PC1 was asked for on {NEW}", None),
+        (f"HYPOTHESIS PC1 {NEW} as in PC1-b-W-20261026T150000Z", "register line"),
+        ("HYPOTHESIS PC1 see PC1-threshold512-W-20261028T181314Z", None),
     ],
 )
 def test_a_line_in_the_register_satisfies_in_the_documents_forms_alone(
