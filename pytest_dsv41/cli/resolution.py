@@ -73,7 +73,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--estimated-s",
         type=_seconds,
         metavar="S",
-        help="estimated seconds of one repeat (a cell's estimated_s), for the minutes",
+        help="estimated seconds of one repeat (a cell's estimated_s), for the minutes "
+        "(default: a seeded cell's of this package)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -81,6 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the half-width, the answer, and the least designs that would queue."""
     from ..decision_v2 import Refused, parse_design, queue, spread_metric
+    from ..measure.seeded import SEEDED_CELLS
 
     try:
         parse_design(args.design)
@@ -99,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     except Refused as error:
         raise UsageError(str(error)) from None
     seconds = args.estimated_s
+    if seconds is None and args.cell in SEEDED_CELLS:
+        seconds = SEEDED_CELLS[args.cell].estimated_s
     result = {
         **answer.to_dict(),
         "cell": args.cell,

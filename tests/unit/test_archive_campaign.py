@@ -332,6 +332,26 @@ def test_the_least_designs_and_their_minutes(
     )
 
 
+@pytest.mark.parametrize(
+    # WIN2's estimates for six pairs of one arm, in seconds; C/X/C has three.
+    ("cell", "arm_s"),
+    [
+        ("seeded-short-b1", 38),
+        ("seeded-32k-b1", 56),
+        ("seeded-32k-b2", 88),
+        ("seeded-32k-b3", 120),
+    ],
+)
+def test_the_minutes_of_the_documents_seeded_cells_need_no_estimate(
+    archive: Path, capsys: pytest.CaptureFixture[str], cell: str, arm_s: int
+) -> None:
+    command = resolution(archive, cell, "seeded:6", "0.05", "--diff-cv", "0.02", "--json")
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["minutes"] == pytest.approx(3 * arm_s / 60)
+    assert main([*command, "--estimated-s", "10"]) == 0
+    assert json.loads(capsys.readouterr().out)["minutes"] == pytest.approx(3.0)
+
+
 def test_seeded_decode_speed_is_estimated_from_ms_per_round(
     archive: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
