@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from pytest_dsv41.archive.errors import HistoryUnknown
+from pytest_dsv41.archive.errors import HistoryUnknown, RowRefused
 from pytest_dsv41.archive.store import Head, archive_append, archive_rows
 from pytest_dsv41.durable import read_json_lines
 from pytest_dsv41.text import one_line
@@ -157,10 +157,21 @@ def production_commit(out: Folder) -> str:
 
 
 def read_values(out: Folder) -> list[dict[str, Any]]:
-    """Return the measured lines of values.jsonl, the last one of an item."""
+    """Return the measured lines of values.jsonl, the last one of an item.
+
+    Raises:
+        HistoryUnknown: a line's start, cell or repeat is a list or an object.
+    """
     by_item: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in read_json_lines(Path(out) / "values.jsonl"):
+    path = Path(out) / "values.jsonl"
+    for line in read_json_lines(path):
         if line.get("outcome", "measured") == "measured" and isinstance(line.get("values"), dict):
+            for name in ("start", "cell", "repeat"):
+                if isinstance(line.get(name), dict | list):
+                    raise HistoryUnknown(
+                        f"{path}: {name}: must be a name or a number, got "
+                        f"{one_line(repr(line[name]), 80)}"
+                    )
             by_item[(line.get("start"), line.get("cell"), line.get("repeat"))] = line
     return list(by_item.values())
 
@@ -212,7 +223,9 @@ class _Change:
 def _clock_log(path: Path) -> list[_Change]:
     """Return the changes of a clock log: lines with a UTC timestamp, then a number of MHz."""
     changes = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # What is no UTF-8 is named as a line that is no entry, with its number.
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         stamp = _UTC.search(line)
@@ -324,7 +337,9 @@ def clock_caps_mhz(
 ) -> list[int] | str:
     """Return the caps of all the window's starts, ascending, or 'unknown' if one is not proved."""
     starts = {
-        line["start"] for line in read_json_lines(Path(out) / "values.jsonl") if "start" in line
+        str(line["start"])
+        for line in read_json_lines(Path(out) / "values.jsonl")
+        if "start" in line
     }
     try:
         caps = {
@@ -434,16 +449,16 @@ def unfinished_starts(
         journal: the lines of journal.jsonl; a start that was ended in its turn has finished.
     """
     items = plan.get("items")
-    told = {line.get("item") for line in values}
+    told = {str(line.get("item")) for line in values}
     ended = {
         str(line.get("step")).partition(":")[2]
         for line in journal
         if str(line.get("step")).startswith("stop:") and line.get("event") == "begin"
     }
     return {
-        item["start"]
+        str(item["start"])
         for item in (items if isinstance(items, list) else ())
-        if isinstance(item, dict) and "start" in item and item.get("id") not in told
+        if isinstance(item, dict) and "start" in item and str(item.get("id")) not in told
     } - ended
 
 
@@ -514,6 +529,7 @@ def backfill(
         RolledBack: the archive lacks rows of a checkpoint.
         KeyConflict: the archive has one of the rows with other contents.
         HistoryUnknown: a folder does not prove its commit or date.
+        RowRefused: a folder's value breaks a rule of the archive; it is named.
     """
     done = []
     refused: list[str] = []
@@ -521,7 +537,10 @@ def backfill(
     for folder in _once(folders):
         rows = control_rows(folder, clock_log=clock_log, hosts=hosts, refused=refused)
         before = head.rows
-        head = archive_append(archive, _unless_known(archive, rows))
+        try:
+            head = archive_append(archive, _unless_known(archive, rows))
+        except RowRefused as error:
+            raise RowRefused(f"{folder}: {error}") from None
         done.append((window_id(folder), len(rows), head.rows - before))
     return Backfill(Path(archive), head, tuple(done), tuple(refused))
 

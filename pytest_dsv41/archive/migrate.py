@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -329,7 +330,7 @@ def _rebuild(old: _Old, proved: _Proved) -> tuple[Migration, bytes]:
     found = Migration(
         old.version,
         len(old.rows),
-        len({row["window"] for row in old.rows}),
+        len({str(row["window"]) for row in old.rows}),
         len(identities),
         None if problems else Head(len(rows), prev),
         equal,
@@ -356,6 +357,8 @@ def _replace(archive: Path, data: bytes, version: str, disk: Disk) -> Path:
         disk.unlink(temp)
     fd = disk.open(temp, create=True)
     try:
+        # Who could read the old file can read the new one.
+        os.fchmod(fd, stat.S_IMODE(archive.stat().st_mode))
         disk.write(fd, data, 0)
         disk.sync(fd)
     finally:

@@ -126,6 +126,8 @@ def _module(name: str) -> str:
 def _line(error: BaseException) -> str:
     from ..text import one_line
 
-    if isinstance(error, OSError) and error.filename:
-        return one_line(f"{error.filename}: {error.strerror}")
+    if isinstance(error, OSError) and error.strerror:
+        # A full disk names no file: whoever wrote has noted what was lost.
+        where = [str(error.filename)] if error.filename else getattr(error, "__notes__", [])
+        return one_line(": ".join([*where, error.strerror]), 1000)
     return one_line(str(error) or type(error).__name__, 1000)

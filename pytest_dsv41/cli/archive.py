@@ -272,8 +272,12 @@ def _whole(name: str, archive: Path) -> Iterator[Path]:
         raise UsageError(f"--out {name}: is a control archive, or belongs to one; name another")
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
         part = Path(folder) / out.name
-        yield part
-        part.replace(out)
+        try:
+            yield part
+            part.replace(out)
+        except OSError as error:
+            error.add_note(f"--out {name}: nothing was written")
+            raise
 
 
 def _is_archive(out: Path, archive: Path) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import subprocess
 import sys
@@ -34,7 +36,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Told:
         assert main([str(word) for word in words]) == 4
         out, err = capsys.readouterr()
         assert out == ""
-        (line,) = err.splitlines()
+        # On a slow machine a command says that it is at work.
+        (line,) = (one for one in err.splitlines() if not one.endswith("at work"))
         return line
 
     return run
@@ -197,7 +200,6 @@ def test_a_terminal_without_the_signs_still_gets_the_answer(archive: Path) -> No
     )
     assert done.returncode == 2, done.stderr
     assert rb"half-width \xb1" in done.stdout
-    assert done.stderr == b""
 
 
 @pytest.mark.parametrize(
@@ -213,3 +215,111 @@ def test_a_file_of_another_version_is_named_with_what_can_be_done(
     assert way in line
     with pytest.raises(ArchiveError, match=version):
         archive_append(archive, [example_row(9)])
+
+
+LINE = {"item": "C1-0", "start": "C1", "arm": "control", "cell": "x", "repeat": 0}
+
+
+@pytest.mark.parametrize("field", ["start", "cell", "repeat"])
+@pytest.mark.parametrize("value", [["C1"], {"C1": 1}])
+def test_a_line_of_a_window_with_a_list_for_a_name_is_named(
+    tmp_path: Path, refused: Told, field: str, value: object
+) -> None:
+    line = {**LINE, "values": {"ms_per_round": 5.0}, field: value}
+    (tmp_path / "values.jsonl").write_text(json.dumps(line) + "\n")
+    told = f"{tmp_path / 'values.jsonl'}: {field}: must be a name or a number, got "
+    assert told in refused("history", "backfill", tmp_path, "--archive", tmp_path / "a.jsonl")
+    assert told in refused("history", "reanalyze", tmp_path, "--decision", "x")
+
+
+def window(folder: Path, **line: object) -> Path:
+    """A window whose one control line is wrong where `line` says."""
+    (folder / "cmd").mkdir(parents=True)
+    caps = "h1 clock cap 2150 MHz\nh2 clock cap 2150 MHz\n"
+    (folder / "cmd" / "0001-C1-start.log").write_text(caps)
+    summary = {"production_commit": "5" * 40, "window": "A-a-W-20261027T181314Z"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    whole = {**LINE, "values": {"ms_per_round": 5.0}, "prompt_sha256": "9" * 64, "max_tokens": 512}
+    (folder / "values.jsonl").write_text(json.dumps({**whole, **line}) + "\n")
+    return folder
+
+
+def test_a_value_that_no_archive_takes_is_named_with_its_window(
+    tmp_path: Path, refused: Told
+) -> None:
+    archive = tmp_path / "a.jsonl"
+    folder = window(tmp_path / "w", max_tokens=0)
+    line = refused("history", "backfill", folder, "--archive", archive)
+    assert f"{folder}: row 0: max_tokens: must be a positive integer, got 0" in line
+    assert not archive.exists()
+
+
+def test_a_plan_with_lists_for_names_stops_nothing(tmp_path: Path) -> None:
+    folder = window(tmp_path / "w")
+    (folder / "plan.json").write_text('{"items": [{"start": ["a"], "id": ["b"]}]}')
+    summary = json.loads((folder / "summary.json").read_bytes())
+    (folder / "summary.json").write_text(json.dumps({**summary, "stopped": "by a signal"}))
+    archive = tmp_path / "a.jsonl"
+    assert main(["history", "backfill", str(folder), "--archive", str(archive)]) == 0
+    assert archive_head(archive).rows == 1
+
+
+def test_a_clock_log_that_is_no_text_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = window(tmp_path / "w", started_utc="2026-10-27T18:20:00Z")
+    (folder / "cmd" / "0001-C1-start.log").unlink()
+    log = tmp_path / "clock.log"
+    log.write_bytes(b"\xff\xfe\n")
+    words = ["history", "backfill", str(folder), "--archive", str(tmp_path / "a.jsonl")]
+    assert main([*words, "--clock-log", str(log)]) == 0
+    assert f"left out: {log}: line 1: " in capsys.readouterr().out
+
+
+OLD = {
+    "schema": "dsv41-control-archive-v3", "window": "W", "cell": "x", "metric": "ms_per_round",
+    "value": 5.0, "max_tokens": 512, "date": "20261027", "commit": "5" * 40,
+    "clock_cap_mhz": 2150, "start": "C1", "repeat": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", ["window", "cell", "metric", "start", "repeat"])
+def test_an_old_row_with_a_list_for_a_name_stops_a_migration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    archive = tmp_path / "a.jsonl"
+    archive.write_text(json.dumps({**OLD, field: ["a"]}) + "\n")
+    before = archive.read_bytes()
+    prompts = tmp_path / "p.json"
+    prompts.write_text(json.dumps({"W": {"x": "9" * 64}, "['a']": {"x": "9" * 64}}))
+    words = ["archive", "migrate", str(archive), "--prompts", str(prompts), "--apply"]
+    assert main(words) == 1
+    assert capsys.readouterr().out.startswith("REFUSED: ")
+    assert archive.read_bytes() == before
+
+
+def test_who_could_read_an_archive_can_read_it_migrated(tmp_path: Path) -> None:
+    archive = tmp_path / "a.jsonl"
+    archive.write_text(json.dumps(OLD) + "\n")
+    archive.chmod(0o640)
+    prompts = tmp_path / "p.json"
+    prompts.write_text(json.dumps({"W": {"x": "9" * 64}}))
+    words = ["archive", "migrate", str(archive), "--prompts", str(prompts), "--apply"]
+    assert main(words) == 0
+    assert archive_head(archive).rows == 1
+    assert archive.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_disk_that_is_full_is_named_with_what_was_not_written(
+    archive: Path, refused: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = archive.with_name("x.csv")
+    out.write_text("old")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pytest_dsv41.archive.export.write_text", full)
+    line = refused("archive", "query", archive, "--out", out)
+    assert line == f"dsv41 archive: --out {out}: nothing was written: No space left on device"
+    assert out.read_text() == "old"
