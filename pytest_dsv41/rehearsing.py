@@ -25,9 +25,11 @@ from .hosts import CommandLog, Probe
 from .hosts.fake import FAULTS, FakeWorld
 from .lifecycle.lease import Lease
 from .lifecycle.marker import marker_path
+from .lifecycle.record import window_folder, windows
 from .targets import TargetContext, spark_pair_target
 from .text import one_line
 from .window.spec import TargetTable, WindowSpec
+from .window.summary import summary_path
 
 __all__ = ["Fault", "Rehearsal", "rehearsed"]
 
@@ -39,6 +41,7 @@ _STUB: Final = (
 _WATCH_S: Final = 1.0
 _GUARD_S: Final = 0.5
 _QUIET_LOOKS: Final = 6
+_GUARD_LIMIT_S: Final = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +192,19 @@ class Rehearsal:
 
 
 def guard(folder: Path, campaign: Path, parent: int) -> None:
-    """End the world's servers once `parent` is gone and nobody has held the lease for a while."""
+    """End the world's servers once `parent` is gone and nobody works there or is about to.
+
+    A killed window's keeper may take a while to begin: its window has no summary until it is done.
+    """
     with contextlib.suppress(psutil.Error):
         psutil.Process(parent).wait()
-    quiet = 0
-    while quiet < _QUIET_LOOKS:
+    quiet, limit = 0, time.monotonic() + _GUARD_LIMIT_S
+    while quiet < _QUIET_LOOKS and time.monotonic() < limit:
         time.sleep(_GUARD_S)
-        quiet = 0 if Lease(campaign).held_by() is not None else quiet + 1
+        folders = (window_folder(campaign, name) for name in windows(campaign))
+        open_still = any(folder and not summary_path(folder).exists() for folder in folders)
+        working = open_still or Lease(campaign).held_by() is not None
+        quiet = 0 if working else quiet + 1
     if marker_path(campaign).exists():
         return
     with contextlib.suppress(Dsv41Error, OSError):
