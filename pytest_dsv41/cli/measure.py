@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     for name, low in (("max_tokens", 1), ("concurrency", 1), ("repeats", 1)):
         if getattr(args, name) < low:
             raise UsageError(f"--{name.replace('_', '-')}: at least {low}")
+    if not 0 < args.deadline <= 1e9:
+        raise UsageError(f"--deadline {args.deadline}: valid: above 0 to 1e9 seconds")
     requests = _requests(args)
     rows: list[dict[str, Any]] = []
     code = 0
@@ -108,7 +110,7 @@ def _requests(args: argparse.Namespace) -> tuple[Request, ...]:
     if args.messages is not None:
         try:
             data = json.loads(args.messages.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{args.messages}: not JSON: {error}") from None
         if not isinstance(data, list) or not all(isinstance(row, dict) for row in data):
             raise UsageError(f"{args.messages}: not a list of messages")

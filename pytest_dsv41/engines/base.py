@@ -225,9 +225,12 @@ class Engine(ABC):
         """
         data = self._json(url, "/v1/models", timeout, client, kind="models")
         try:
-            return [str(row["id"]) for row in data["data"]]
+            names = [str(row["id"]) for row in data["data"]]
         except (KeyError, TypeError):
-            raise MeasurementRefused("models", f"{url}/v1/models lists no models") from None
+            names = []
+        if not names:
+            raise MeasurementRefused("models", f"{url}/v1/models lists no models")
+        return names
 
     def _json(
         self, url: str, path: str, timeout: float, client: httpx.Client | None, *, kind: str
@@ -237,7 +240,7 @@ class Engine(ABC):
             raise MeasurementRefused(kind, f"{url}{path} answered {answer.status_code}")
         try:
             return answer.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             raise MeasurementRefused(kind, f"{url}{path} did not answer JSON") from None
 
     def _get(

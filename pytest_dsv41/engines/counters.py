@@ -51,7 +51,7 @@ def read_samples(
                 if split is not None and split in sample.labels:
                     key = f"{sample.name}{{{sample.labels[split]}}}"
                     sums[key] = sums.get(key, 0.0) + value
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise MeasurementRefused(
             "bad-counter", f"the metrics text cannot be read: {one_line(str(error), 120)}"
         ) from None

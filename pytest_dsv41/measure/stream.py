@@ -352,7 +352,7 @@ class _Reader:
             return
         try:
             data = json.loads(event.data.decode())
-        except ValueError:
+        except (ValueError, RecursionError):
             raise MeasurementFailed(
                 "bad-event",
                 f"an event is not JSON: {one_line(event.data[:80].decode('utf-8', 'replace'))}",
@@ -364,6 +364,8 @@ class _Reader:
         if self.done:
             raise MeasurementFailed("after-done", "the stream went on after [DONE]")
         choices = data.get("choices") or []
+        if not isinstance(choices, list) or not all(isinstance(row, dict) for row in choices):
+            raise MeasurementFailed("bad-event", "an event's choices are not a list of objects")
         usage = data.get("usage")
         self._book_extras(data, usage, stamp.t_ns)
         tokens: int | None = 0

@@ -280,3 +280,9 @@ def test_an_answer_that_never_ends_is_unknown_and_not_waited_for(answer: bytes) 
             thread.join()
     assert health == "unknown"
     assert health.reason == "no answer within 0.3 s"
+
+
+def test_a_counter_too_large_for_a_float_is_refused_by_name() -> None:
+    with pytest.raises(MeasurementRefused) as refused:
+        read_samples("n_total " + "9" * 400 + "\n", ("n_total",))
+    assert refused.value.kind == "bad-counter"

@@ -179,3 +179,18 @@ def test_llamacpp_counts_each_event_by_its_timings() -> None:
     stream = record(token("a", 1), [token("b", 2), token("c", 3)], end)
     assert [event.tokens for event in stream.events] == [1, 1, 1, 0]
     assert (stream.last_token_ns, stream.cached_tokens) == (20 * MS, 4)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices": 5}\n\n',
+        b'data: {"choices": ["x"]}\n\n',
+        b"data: " + b"[" * 99999 + b"\n\n",
+    ],
+    ids=["number", "string", "deep"],
+)
+def test_an_event_of_another_shape_fails_by_name(event: bytes) -> None:
+    with pytest.raises(MeasurementFailed) as failed:
+        record([event])
+    assert failed.value.kind == "bad-event"
