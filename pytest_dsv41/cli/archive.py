@@ -54,6 +54,7 @@ _FILTERS = {
 }
 _MOST_HOSTS = 1000
 _ARCHIVE_BEGINS = b'{"schema":"dsv41-control-archive-'
+_EXAMPLES = {"cell": "short-b1", "metric": "ms_per_round"}
 _FLAGS = {"clock_cap_mhz": "--clock", "prompt_sha256": "--prompt", "max_tokens": "--max-tokens"}
 
 
@@ -186,7 +187,13 @@ def _filters(parser: argparse.ArgumentParser, required: tuple[str, ...] = ()) ->
     for field, kind in _FILTERS.items():
         flag = _FLAGS.get(field, f"--{field.replace('_', '-')}")
         if field in required:
-            parser.add_argument(flag, dest=f"where_{field}", metavar=field.upper(), required=True)
+            parser.add_argument(
+                flag,
+                dest=f"where_{field}",
+                metavar=field.upper(),
+                required=True,
+                help=f"which {field}, such as {_EXAMPLES[field]}",
+            )
         else:
             parser.add_argument(
                 flag,

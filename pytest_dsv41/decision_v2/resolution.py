@@ -168,7 +168,7 @@ def queue(
     if gain == 0:
         raise Refused("expected_gain must be above 0")
     if cv is None and (kind == "unpaired" or diff_cv is None):
-        reason = "not judged: no spread is known for this definition"
+        reason = "no spread is known for this definition"
         return Resolution(NOT_JUDGED, design, gain, None, None, None, reason)
     half = half_width(design, cv=cv, diff_cv=diff_cv, drift=drift)
     least = least_design(kind, gain, cv=cv, diff_cv=diff_cv, drift=drift)

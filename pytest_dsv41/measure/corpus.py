@@ -136,7 +136,8 @@ def find_prompt(name: str, among: Iterable[Corpus] | None = None) -> Prompt:
     for corpus in looked:
         if name in corpus.cuts:
             return corpus.prompt(name)
+    cut = "dsv41 dist-gate cuts" if name.startswith("dist-") else "dsv41 corpus cut"
     raise UsageError(
         f"prompt {one_line(name, 60)}: in no corpus ({', '.join(str(c.folder) for c in looked)}); "
-        "cut one with `dsv41 corpus cut` and name its folder in DSV41_CORPUS"
+        f"cut one with `{cut}` and name its folder in DSV41_CORPUS"
     )

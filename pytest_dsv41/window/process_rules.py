@@ -127,10 +127,10 @@ def _resolution(plan: Plan, spreads: Spreads) -> tuple[CellResolution, ...]:
             "expected_gain": row["expected_gain"],
         }
         if row["expected_gain"] is None:
-            why = "not judged: the window file gives no expected_gain"
+            why = "the window file gives no expected_gain"
             found.append(CellResolution(answer="NOT JUDGED", reason=why, **about))
         elif row["half_width"] is None:
-            why = f"not judged: {row['archive_unknown'] or 'no spread is known'}"
+            why = row["archive_unknown"] or "no spread is known"
             found.append(CellResolution(answer="NOT JUDGED", reason=why, **about))
         else:
             spread = spread_of(row, row["archive_cv"], row["diff_cv"])
