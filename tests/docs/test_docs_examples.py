@@ -27,8 +27,8 @@ def test_there_are_pages_with_commands() -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        # One page's commands by default; each of them runs whole windows.
-        pytest.param(page, marks=() if page.stem == "own-cell" else pytest.mark.slow)
+        # One page's commands by default; each of the others runs whole windows.
+        pytest.param(page, marks=() if page.stem == "own-target" else pytest.mark.slow)
         for page in _pages()
     ],
     ids=lambda p: p.stem,

@@ -64,7 +64,7 @@ def answers(port: int) -> bool:
 @pytest.mark.parametrize(
     ("at", "do", "code"),
     [
-        ("", "", 0),
+        pytest.param("", "", 0, marks=pytest.mark.slow),
         pytest.param("production-stop:end", "SIGKILL", -9, marks=pytest.mark.slow),
         pytest.param("cell:I1-decode-b1-r0", "SIGTERM", 12, marks=pytest.mark.slow),
     ],

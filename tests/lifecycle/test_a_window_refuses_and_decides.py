@@ -60,6 +60,7 @@ def test_a_hold_that_is_not_ours_is_refused_and_keeps_its_bytes(
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.slow
 def test_a_second_window_is_refused_with_the_firsts_owner_and_age(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*command(tmp_path), "-p", "phase_fault"],

@@ -52,6 +52,7 @@ def test_a_known_effect_of_8_percent_is_found(
     assert [row["arm"] for row in rows] == ["a", "b"] * 6
 
 
+@pytest.mark.slow
 def test_the_same_server_twice_is_inconclusive(tmp_path: Path) -> None:
     with spawn(Profile(round_ms=2.0, noise=0.003)) as server:
         returned, output = ab(tmp_path, server.url, server.url)

@@ -144,7 +144,7 @@ def second_client(url: str, tokens: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_second_client_in_another_process_refuses_cell_and_group(engine: str, count: int) -> None:
     # Short requests: some end beside ours, whatever was seen before the first of ours.
     with stub(engine=engine, round_ms=10.0) as served, second_client(served.url, 2):
