@@ -287,7 +287,7 @@ def _message(body: bytes) -> str:
     """What an error body says, in one line."""
     try:
         data = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return one_line(body[:200].decode("utf-8", "replace"), 200) or "empty body"
     error = data.get("error", data) if isinstance(data, dict) else data
     text = error.get("message", error) if isinstance(error, dict) else error
@@ -350,6 +350,8 @@ class _Reader:
                 self.notes.append("done-twice")
             self.done = True
             return
+        if event.name == b"error":
+            raise MeasurementFailed("error-event", _message(event.data))
         try:
             data = json.loads(event.data.decode())
         except (ValueError, RecursionError):
@@ -380,26 +382,34 @@ class _Reader:
     def _book_extras(self, data: dict[str, Any], usage: Any, now: int) -> None:
         timings = data.get("timings")
         if isinstance(timings, dict):
+            for name in ("predicted_n", "cache_n"):
+                _whole(timings, name)
             self.timings = {k: v for k, v in timings.items() if isinstance(v, int | float)}
         if isinstance(data.get("metrics"), dict):
             self.metrics = data["metrics"]
-        if not isinstance(usage, dict):
-            return
-        count = usage.get("completion_tokens")
+        usage = _table(usage, "usage")
+        count = _whole(usage, "completion_tokens")
+        prompt = _whole(usage, "prompt_tokens")
+        both = _whole(usage, "total_tokens")
+        if None not in (both, count, prompt) and both != (prompt or 0) + (count or 0):
+            raise MeasurementRefused(
+                "usage", f"usage says {prompt} and {count} tokens, and {both} in total"
+            )
         if count == 0 and data.get("choices"):
             count = None  # a role chunk's usage: no token yet, whenever it comes
-        if isinstance(count, int):
+        if count is not None:
             if self.total is not None and count < self.total:
                 raise MeasurementRefused(
                     "usage", f"usage fell from {self.total} to {count} tokens: not cumulative"
                 )
             self.total = count
             self.usage_ns = now
-        if isinstance(usage.get("prompt_tokens"), int):
-            self.prompt_tokens = usage["prompt_tokens"]
-        details = usage.get("prompt_tokens_details")
-        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
-            self.cached = details["cached_tokens"]
+        if prompt is not None:
+            self.prompt_tokens = prompt
+        details = _table(usage.get("prompt_tokens_details"), "prompt_tokens_details")
+        cached = _whole(details, "cached_tokens")
+        if cached is not None:
+            self.cached = cached
 
     def _choices(
         self, choices: list[Any], usage: Any, data: dict[str, Any], now: int
@@ -412,7 +422,9 @@ class _Reader:
         if isinstance(delta, dict) and "role" in delta and self.role_ns is None:
             self.role_ns = now
         if choice.get("finish_reason") is not None:
-            self.finish, self.finish_ns = str(choice["finish_reason"]), now
+            if not isinstance(choice["finish_reason"], str):
+                raise MeasurementFailed("bad-event", "an event's finish_reason is not a string")
+            self.finish, self.finish_ns = choice["finish_reason"], now
             if self.finish in ("abort", "error"):
                 raise MeasurementFailed(
                     f"finish-{self.finish}", f"the server ended the stream with {self.finish}"
@@ -516,9 +528,14 @@ class _Reader:
         )
 
     def _cached(self) -> int | None:
-        if self.cached is None and "cache_n" in self.timings:
-            return round(self.timings["cache_n"])
-        return self.cached
+        cached = self.cached
+        if cached is None:
+            cached = _whole(self.timings, "cache_n")
+        if cached is not None and self.prompt_tokens is not None and cached > self.prompt_tokens:
+            raise MeasurementRefused(
+                "usage", f"{cached} of {self.prompt_tokens} prompt tokens were cached"
+            )
+        return cached
 
     def _total(self) -> tuple[int, str]:
         counts = {
@@ -548,6 +565,28 @@ class _Reader:
             )
         source = next(iter(known))
         return known[source], source
+
+
+def _table(value: Any, name: str) -> dict[str, Any]:
+    """Return an object of an event, an empty one for null; refuse anything else."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise MeasurementRefused("usage", f"{name} is not an object: {one_line(str(value), 40)}")
+    return value
+
+
+def _whole(table: Mapping[str, Any], name: str) -> int | None:
+    """Return a count, None where there is none; refuse what counts no tokens."""
+    value = table.get(name)
+    if value is None:
+        return None
+    # Beyond 2^53 a float, which every rate is, no longer holds each whole number.
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 2**53:
+        raise MeasurementRefused(
+            "usage", f"{name} is not a whole number from 0 to 2^53: {one_line(str(value), 40)}"
+        )
+    return value
 
 
 def _entries(logprobs: Any) -> int | None:

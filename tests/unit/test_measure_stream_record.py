@@ -194,3 +194,71 @@ def test_an_event_of_another_shape_fails_by_name(event: bytes) -> None:
     with pytest.raises(MeasurementFailed) as failed:
         record([event])
     assert failed.value.kind == "bad-event"
+
+
+def usage(**more: Any) -> dict[str, Any]:
+    return {
+        "choices": [],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, **more},
+    }
+
+
+def cached(count: Any) -> dict[str, Any]:
+    return usage(prompt_tokens_details={"cached_tokens": count})
+
+
+WRONG_COUNTS = [True, -1, 2.5, 2**53 + 1, 10**400, "3", [3], float("nan")]
+
+
+@pytest.mark.parametrize("value", WRONG_COUNTS, ids=lambda value: str(value)[:8])
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens", "total_tokens", "cached"])
+def test_a_count_that_counts_no_tokens_is_refused_by_name(name: str, value: Any) -> None:
+    last = cached(value) if name == "cached" else usage(**{name: value})
+    with pytest.raises(MeasurementRefused, match=f"^{name}.* is not a whole number") as refused:
+        record(chunk("a b", finish="stop"), last)
+    assert refused.value.kind == "usage"
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        usage(total_tokens=6),
+        cached(4),
+        usage(prompt_tokens_details=[1]),
+        usage(prompt_tokens_details="none"),
+        {"choices": [], "usage": [3, 2]},
+        {"choices": [], "usage": 5},
+        {**usage(), "timings": {"cache_n": 10**400}},
+        {**usage(), "timings": {"predicted_n": 10**400}},
+    ],
+    ids=["total", "cached", "list", "text", "usage-list", "usage-number", "cache_n", "predicted_n"],
+)
+def test_usage_that_contradicts_itself_or_has_another_shape_is_refused(last: Any) -> None:
+    with pytest.raises(MeasurementRefused) as refused:
+        record(chunk("a b", finish="stop"), last)
+    assert refused.value.kind == "usage"
+
+
+def test_counts_at_their_bounds_and_absent_details_are_taken() -> None:
+    stream = record(chunk("a b", finish="stop"), cached(3))
+    assert (stream.prompt_tokens, stream.completion_tokens, stream.cached_tokens) == (3, 2, 3)
+    large = record(chunk("a", finish="stop"), usage(prompt_tokens=2**53, total_tokens=None))
+    assert large.prompt_tokens == 2**53
+    absent = record(chunk("a", finish="stop", usage=None), usage(prompt_tokens_details=None))
+    assert absent.cached_tokens is None
+
+
+@pytest.mark.parametrize("reason", [0, 1.5, True, {"type": "stop"}, []])
+def test_a_finish_reason_that_is_no_string_fails_by_name(reason: Any) -> None:
+    with pytest.raises(MeasurementFailed, match="finish_reason") as failed:
+        record(chunk("a", finish=reason), total(1))
+    assert failed.value.kind == "bad-event"
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"message": "out of memory"}', b"out of memory", b'"out of memory"']
+)
+def test_an_event_named_error_is_an_error_whatever_it_holds(data: bytes) -> None:
+    with pytest.raises(MeasurementFailed, match=r"^out of memory$") as failed:
+        record(chunk("a"), [b"event: error\ndata: " + data + b"\n\n"])
+    assert failed.value.kind == "error-event"
