@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from ..engines import detect_engine
+from ..engines import check_url, detect_engine, unix_path
 from ..errors import UsageError
 
 HELP = (
@@ -126,12 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _url(text: str, name: str) -> str:
     try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError as error:
-        raise UsageError(f"{name} {text}: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        check_url(text)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
+    if unix_path(text):
         raise UsageError(f"{name} {text}: write a server's address like http://127.0.0.1:8000")
-    if parts.username or parts.password:
-        raise UsageError(f"{name}: an address with a password would be written into files")
     return text.rstrip("/")

@@ -52,7 +52,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--salt", default=None, help="cache salt of warm requests")
     parser.add_argument("--concurrency", type=int, default=1, metavar="B", help="requests a group")
     parser.add_argument("--repeats", type=int, default=1, metavar="N")
-    parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help="per repeat")
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="per repeat: above 0 to 1e9 (default: 600)",
+    )
     parser.add_argument(
         "--reader",
         choices=("thread", "process"),
@@ -65,6 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure; print the values, or the reason why there are none."""
+    from ..engines import check_url
     from ..errors import MeasurementFailed, MeasurementRefused, UsageError
 
     for name, low in (("max_tokens", 1), ("concurrency", 1), ("repeats", 1)):
@@ -72,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')}: at least {low}")
     if not 0 < args.deadline <= 1e9:
         raise UsageError(f"--deadline {args.deadline}: valid: above 0 to 1e9 seconds")
+    check_url(args.url)
     requests = _requests(args)
     rows: list[dict[str, Any]] = []
     code = 0
@@ -109,7 +117,10 @@ def _requests(args: argparse.Namespace) -> tuple[Request, ...]:
     messages: tuple[dict[str, Any], ...] | None = None
     if args.messages is not None:
         try:
-            data = json.loads(args.messages.read_text())
+            data = json.loads(args.messages.read_text(encoding="utf-8"))
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeError as error:
+            raise UsageError(f"{args.messages}: not UTF-8: {error}") from None
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{args.messages}: not JSON: {error}") from None
         if not isinstance(data, list) or not all(isinstance(row, dict) for row in data):
@@ -117,7 +128,11 @@ def _requests(args: argparse.Namespace) -> tuple[Request, ...]:
         messages = tuple(data)
     elif args.prompt_file is not None:
         stdin = str(args.prompt_file) == "-"
-        text = sys.stdin.read() if stdin else args.prompt_file.read_bytes().decode()
+        name = "--prompt-file -" if stdin else str(args.prompt_file)
+        try:
+            text = (sys.stdin.buffer.read() if stdin else args.prompt_file.read_bytes()).decode()
+        except UnicodeError as error:
+            raise UsageError(f"{name}: not UTF-8: {error}") from None
     else:
         text = find_prompt(args.prompt).text
     return tuple(

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -38,6 +39,7 @@ __all__ = [
     "Server",
     "Snapshot",
     "base_url",
+    "check_url",
     "detect_engine",
     "engine_names",
     "get_engine",
@@ -162,6 +164,35 @@ def base_url(url: str) -> str:
 def unix_path(url: str) -> str | None:
     """Return PATH of `unix:PATH`, None for any other address."""
     return url.removeprefix("unix:") if url.startswith("unix:") else None
+
+
+def check_url(url: str) -> str:
+    """Return a server's address as it was given, or say what is wrong with it.
+
+    No message shows the address where it holds a user's name or a password.
+
+    Raises:
+        UsageError: no http or https address of a host, nor `unix:PATH`.
+    """
+    if unix_path(url):
+        return url
+    valid = "valid: http://HOST:PORT, https://HOST:PORT or unix:PATH"
+    if "@" in url:
+        raise UsageError(f"a server's address holds a user's name or a password; {valid}")
+    shown = one_line(url, 120)
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL) as error:
+        raise UsageError(f"{shown}: {one_line(str(error), 120)}; {valid}") from None
+    spaced = any(char.isspace() for char in url)
+    if parts.scheme not in ("http", "https") or not host or port == 0 or spaced:
+        raise UsageError(f"{shown}: not a server's address; {valid}")
+    # Paths are joined to the address, and would land behind these.
+    if "?" in url or "#" in url:
+        raise UsageError(f"{shown}: a query or a fragment in a server's address; {valid}")
+    return url
 
 
 class Engine(ABC):

@@ -10,7 +10,8 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..durable import dump_json
-from ..errors import SpecError, StartFailed
+from ..engines import check_url, unix_path
+from ..errors import SpecError, StartFailed, UsageError
 from ..hosts import Host, Placeholder, Probe
 from ..measure import Endpoint
 from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
@@ -57,7 +58,11 @@ class EndpointsTarget:
         """Every arm needs `settings.url`, an http or https address."""
         for arm in arms:
             url = str(arm.settings.get("url", ""))
-            if not url.startswith(("http://", "https://")):
+            try:
+                check_url(url)
+            except UsageError as error:
+                raise SpecError(f"arms.{arm.name}.settings.url: {error}") from None
+            if unix_path(url):
                 raise SpecError(
                     f"arms.{arm.name}.settings.url: {url!r} is no address; "
                     "valid: http://HOST:PORT or https://HOST:PORT"

@@ -95,6 +95,9 @@ def test_a_prompt_file_and_messages_are_what_is_sent(
         ["--prompt", "nowhere"],
         ["--temperature", "-1"],
         ["--prompt-file", "/nonexistent/file"],
+        ["--deadline", "inf"],
+        ["--deadline", "nan"],
+        ["--deadline", "0"],
     ],
 )
 def test_wrong_use_is_one_line_and_exit_4(
@@ -103,6 +106,42 @@ def test_wrong_use_is_one_line_and_exit_4(
     code, out = run(capsys, "measure", "http://127.0.0.1:1", *words)
     assert code == 4
     assert len(out.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["measure", "ab"])
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://127.0.0.1:1?a=1", "http://127.0.0.1:1#a", "unix:",
+            "http://u:hush@127.0.0.1:1"],
+)  # fmt: skip
+def test_a_wrong_address_is_one_line_and_exit_4(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, url: str
+) -> None:
+    more = ["http://127.0.0.1:1", "--out", str(tmp_path / "out")] if command == "ab" else []
+    code, out = run(capsys, command, url, *more)
+    assert (code, len(out.strip().splitlines())) == (4, 1)
+    assert "valid: http://HOST:PORT" in out
+    assert "hush" not in out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "content"),
+    [
+        ("--prompt-file", b"caf\xe9"),
+        ("--messages", b'[{"role": "user", "content": "caf\xe9"}]'),
+        ("--messages", b'[{"role": "user", "content": "\\ud800"}]'),
+        ("--messages", b"[" * 99999),
+    ],
+    ids=["latin-1", "latin-1-json", "surrogate", "deep"],
+)
+def test_a_file_that_cannot_be_sent_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, content: bytes
+) -> None:
+    file = tmp_path / "asked"
+    file.write_bytes(content)
+    code, out = run(capsys, "measure", "http://127.0.0.1:1", option, str(file))
+    assert (code, len(out.strip().splitlines())) == (4, 1)
+    assert f"{file}: not " in out
 
 
 def test_an_interrupt_ends_it_at_once_and_says_so() -> None:

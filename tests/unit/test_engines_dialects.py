@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pytest_dsv41.engines import InBand, Snapshot, engine_names, get_engine
-from pytest_dsv41.engines.base import base_url
+from pytest_dsv41.engines.base import base_url, check_url
 from pytest_dsv41.engines.counters import read_samples
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 
@@ -243,9 +243,41 @@ def test_addresses_may_end_in_v1_or_a_slash(url: str) -> None:
     assert base_url(url) == "http://h:1"
 
 
-def test_models_that_are_none_are_refused() -> None:
+@pytest.mark.parametrize(
+    "url",
+    ["http://h", "https://h:1/v1", "http://[::1]:8000", "http://127.0.0.1:65535/", "unix:/a?b#c@d"],
+)
+def test_a_servers_address_is_taken_as_it_is(url: str) -> None:
+    assert check_url(url) == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "h:1", "ftp://h", "http://", "http://[::1", "http://h:99999", "http://h:0", "http://h:x",
+        "http://h?a=1", "http://h#a", "http://h/?", "unix:", "http://h o", "http://h\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_servers_address_is_a_usage_error(url: str) -> None:
+    with pytest.raises(UsageError, match="valid: http://HOST:PORT") as wrong:
+        check_url(url)
+    assert len(str(wrong.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://u:hush@h", "http://hush@h:1", "http://u:hush@[::1", "u:hush@h", "http://u:h#hush@h"],
+)
+def test_a_password_in_an_address_is_never_shown(url: str) -> None:
+    with pytest.raises(UsageError, match="password") as wrong:
+        check_url(url)
+    assert "hush" not in str(wrong.value)
+
+
+@pytest.mark.parametrize("answer", ['{"object": "list"}', '{"object": "list", "data": []}'])
+def test_models_that_are_none_are_refused(answer: str) -> None:
     with (
-        answering('{"object": "list"}') as client,
+        answering(answer) as client,
         pytest.raises(MeasurementRefused) as refused,
     ):
         get_engine("vllm").models("http://server", client=client)
