@@ -123,11 +123,11 @@ def parse_url(url: str) -> Address:
     Raises:
         UsageError: another scheme, no host, or a port that is none.
     """
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port
-    except ValueError:
-        raise UsageError(f"{one_line(url)}: the port is not a number from 0 to 65535") from None
+    except ValueError as error:
+        raise UsageError(f"{one_line(url)}: {one_line(str(error), 120)}") from None
     path = parts.path + (f"?{parts.query}" if parts.query else "")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(

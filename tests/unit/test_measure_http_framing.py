@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_dsv41.measure.wire import Framing
+from pytest_dsv41.errors import UsageError
+from pytest_dsv41.measure.wire import Framing, parse_url
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 
@@ -96,3 +99,9 @@ def test_a_head_request_has_no_body() -> None:
 def test_what_is_not_http_is_said(data: bytes) -> None:
     with pytest.raises(ValueError):
         feed(data, 4096)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:x", "ftp://h", "h"])
+def test_an_address_that_is_none_is_a_usage_error(url: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(url)):
+        parse_url(url)
