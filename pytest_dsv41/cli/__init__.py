@@ -95,6 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sub.set_defaults(run=module.run, words=tuple(words), alone=argv is None)
     arguments = parser.parse_args(words)
     try:
+        # Here and not in each command: none that takes a server can forget it.
+        if getattr(arguments, "url", None) is not None:
+            from ..engines import check_url
+
+            check_url(arguments.url)
         return int(arguments.run(arguments))
     except RefusedByWorld as error:
         print(f"dsv41 {chosen}: REFUSED: {error}", file=sys.stderr)

@@ -71,7 +71,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure; print the values, or the reason why there are none."""
-    from ..engines import check_url
     from ..errors import MeasurementFailed, MeasurementRefused, UsageError
 
     for name, low in (("max_tokens", 1), ("concurrency", 1), ("repeats", 1)):
@@ -79,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')}: at least {low}")
     if not 0 < args.deadline <= 1e9:
         raise UsageError(f"--deadline {args.deadline}: valid: above 0 to 1e9 seconds")
-    check_url(args.url)
     requests = _requests(args)
     rows: list[dict[str, Any]] = []
     code = 0

@@ -108,7 +108,7 @@ def test_wrong_use_is_one_line_and_exit_4(
     assert len(out.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["measure", "ab"])
+@pytest.mark.parametrize("command", ["measure", "ab", "fleet-probe"])
 @pytest.mark.parametrize(
     "url", ["http://[::1", "http://127.0.0.1:1?a=1", "http://127.0.0.1:1#a", "unix:",
             "http://u:hush@127.0.0.1:1"],
