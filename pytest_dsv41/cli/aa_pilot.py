@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MeasurementFailed, MeasurementRefused, UsageError
 from ..text import one_line
+from .arguments import new_file, seconds
 
 if TYPE_CHECKING:
     from ..quality.pilot import PilotPlan
 
 __all__ = ["HELP", "configure", "run"]
+
+_KEPT = "a start that was measured counts: its record is never replaced"
 
 HELP = "production against itself: run a start, compare two, pool several pilots"
 
@@ -62,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--commit", help="the 40 hex digits that name production")
     one.add_argument("--clock", type=int, metavar="MHZ", help="clock cap of the start")
     one.add_argument(
-        "--deadline", type=float, metavar="S", help="default: three times the estimate"
+        "--deadline", type=seconds, metavar="S", help="default: three times the estimate"
     )
 
     two = acts.add_parser(
@@ -109,20 +113,24 @@ def _run(args: argparse.Namespace) -> int:
 
     plan = _plan(args)
     estimate = plan.estimate_s(args.start)
+    if args.commit is not None and not re.fullmatch("[0-9a-f]{40}", args.commit):
+        raise UsageError(f"--commit {one_line(args.commit, 60)}: 40 hex digits are needed")
+    if args.clock is not None and args.clock < 1:
+        raise UsageError(f"--clock {args.clock}: at least 1 MHz")
+    new_file(args.out, _KEPT)
+    if plan.prompts:
+        new_file(outside_git(probe_path(args.out)), _KEPT)
     if not args.execute:
         _show_plan(plan, args.start, estimate)
         print("nothing was sent; add --execute to run it")
         return 0
-    _free(args.out)
-    if plan.prompts:
-        _free(outside_git(probe_path(args.out)))
     try:
         with _stop_on_signals() as stop, _shown_line() as show:
             record, probe = run_start(
                 Endpoint(args.url, args.engine, args.model),
                 plan,
                 start=args.start,
-                deadline_s=args.deadline or 3 * estimate + 120.0,
+                deadline_s=3 * estimate + 120.0 if args.deadline is None else args.deadline,
                 commit=args.commit,
                 clock_cap_mhz=args.clock,
                 stop=stop,
@@ -150,6 +158,8 @@ def _plan(args: argparse.Namespace) -> PilotPlan:
     if args.bridge_sampling is not None:
         try:
             table = json.loads(args.bridge_sampling)
+            if not isinstance(table, dict):
+                raise TypeError("a JSON object with the fields of a cell's sampling is needed")
             sampling = Sampling(**table)
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"--bridge-sampling: {one_line(str(error), 120)}") from None
@@ -162,14 +172,6 @@ def _plan(args: argparse.Namespace) -> PilotPlan:
         bridge=args.start == "A" and not args.no_bridge,
         bridge_sampling=sampling,
     )
-
-
-def _free(path: Path) -> None:
-    """A record is never written over: a start that was measured counts."""
-    if path.exists():
-        raise UsageError(f"{path}: is there already; a start's record is never replaced")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path.parent}: no such folder")
 
 
 def _show_plan(plan: PilotPlan, start: str, estimate: float) -> None:
@@ -210,7 +212,7 @@ def _compare(args: argparse.Namespace) -> int:
     from ..quality.sealed import read_sealed, write_sealed
 
     if args.out is not None:
-        _free(args.out)
+        new_file(args.out, _KEPT)
     a, b = (read_sealed(path, "start", START_SCHEMA, dict)[0] for path in (args.a, args.b))
     beside = [probe_path(path) for path in (args.a, args.b)]
     there = all(path.exists() for path in beside)
@@ -311,7 +313,7 @@ def _accumulate(args: argparse.Namespace) -> int:
     from ..quality.sealed import read_sealed, write_sealed
 
     if args.out is not None:
-        _free(args.out)
+        new_file(args.out, _KEPT)
     schemas = (PILOT_SCHEMA, ACCUMULATED_SCHEMA)
     pooled = accumulate([read_sealed(path, "pilot", schemas, dict)[0] for path in args.pilots])
     keys = _primaries(pooled)

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .arguments import new_file, seconds
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -68,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     probe.add_argument("--top-n", type=int, metavar="N", help="entries a position (20)")
     probe.add_argument("--salt", default="probe", help="beginning of the run's cache salt")
-    probe.add_argument("--deadline", type=float, default=3600.0, metavar="S")
+    probe.add_argument("--deadline", type=seconds, default=3600.0, metavar="S")
     _server(probe)
 
     band = actions.add_parser("band", help="register comparisons of production with itself")
@@ -177,9 +179,7 @@ def _probe(args: argparse.Namespace) -> int:
 
     if args.candidate and args.band is None:
         raise UsageError("--candidate needs --band: a band is registered before any candidate use")
-    outside_git(args.out)
-    if args.out.exists():
-        raise UsageError(f"{args.out}: exists; a probe is never overwritten")
+    new_file(outside_git(args.out), "a probe is never overwritten")
     prompts, settings, conditions = _plan(args)
     with stop_on_signals() as stop, _shown() as progress:
         probe = run_probe(
@@ -276,6 +276,7 @@ def _band(args: argparse.Namespace) -> int:
     from ..quality.bands import register_band, save_band
     from ..quality.probe import load_probe
 
+    new_file(args.out, "a band is never overwritten")
     if len(args.probes) % 2:
         raise UsageError(f"{len(args.probes)} probes: give pairs, A B or A B C D")
     probes = [load_probe(path) for path in args.probes]

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .arguments import new_file, seconds
+
 if TYPE_CHECKING:
     from ..quality.greedy import GreedyProgress, PromptOutcome
 
@@ -84,7 +86,7 @@ def _limit(parser: argparse.ArgumentParser) -> None:
 def _server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="vllm", help="vllm (default), llamacpp or radiance")
     parser.add_argument("--model", default="", help="default: the first of /v1/models")
-    parser.add_argument("--deadline", type=float, default=1800.0, metavar="S")
+    parser.add_argument("--deadline", type=seconds, default=1800.0, metavar="S")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,11 +129,11 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.max_tokens < 1 or not 1 <= args.top_n <= 1000:
         raise UsageError("--max-tokens: at least 1; --top-n: 1 to 1000")
+    if not 0 <= args.near_tie_nats < float("inf"):
+        raise UsageError(f"--near-tie-nats {args.near_tie_nats}: valid: 0 and more nats")
     if args.record_distribution and args.against is None:
         raise UsageError("--record-distribution needs --against: it is about where the two part")
-    outside_git(args.out)
-    if args.out.exists():
-        raise UsageError(f"{args.out}: exists; a record is never overwritten")
+    new_file(outside_git(args.out), "a record is never overwritten")
     names, max_tokens, top_n = args.prompt or DIST_PROMPTS["short"][:6], args.max_tokens, args.top_n
     control = None
     if args.against is not None:

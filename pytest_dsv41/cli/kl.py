@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..text import one_line
+from .arguments import new_file, seconds
 
 if TYPE_CHECKING:
     from ..quality.reference import Limits
@@ -65,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--concurrency", type=int, default=1, metavar="B", help="documents at a time (1)"
     )
     record.add_argument(
-        "--deadline", type=float, default=86400.0, metavar="S", help="default: a day"
+        "--deadline", type=seconds, default=86400.0, metavar="S", help="default: a day"
     )
 
     convert = action(
@@ -201,8 +202,7 @@ def _score(args: argparse.Namespace) -> int:
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads {args.threads}: at least 1")
     for path in (args.out, rows_path(args.out)):
-        if path.exists():
-            raise UsageError(f"{path}: exists; a report is never overwritten")
+        new_file(path, "a report is never overwritten")
     reference = open_recording(args.reference)
     candidate = open_recording(args.candidate, model=args.model)
     topk = None
