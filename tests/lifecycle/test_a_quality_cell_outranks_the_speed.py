@@ -30,6 +30,7 @@ def speed(ended: Ended) -> str:
     return verdict
 
 
+@pytest.mark.slow
 def test_faster_and_another_model_is_not_a_candidate_and_every_report_names_it(
     tmp_path: Path,
 ) -> None:

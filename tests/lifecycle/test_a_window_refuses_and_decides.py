@@ -164,6 +164,7 @@ def test_a_debugger_is_bounded_by_the_windows_deadline(tmp_path: Path) -> None:
     assert ended.summary["stopped"] == "the window's deadline has passed"
 
 
+@pytest.mark.slow
 def test_the_same_decision_comes_from_the_folder_alone_after_a_move(tmp_path: Path) -> None:
     ended = run(tmp_path / "out")
     assert ended.returncode == 0, ended.output

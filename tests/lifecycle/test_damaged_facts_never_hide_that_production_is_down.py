@@ -52,14 +52,13 @@ def recover(campaign: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "act",
     [
         "(Path({campaign!r}) / 'intent.json').write_text('{{torn')",
-        pytest.param(
-            "(Path({campaign!r}) / 'intent.json').write_text('[]')", marks=pytest.mark.slow
-        ),
-        pytest.param("(Path({campaign!r}) / 'intent.json').unlink()", marks=pytest.mark.slow),
+        "(Path({campaign!r}) / 'intent.json').write_text('[]')",
+        "(Path({campaign!r}) / 'intent.json').unlink()",
     ],
     ids=["torn", "another-type", "deleted"],
 )

@@ -129,7 +129,7 @@ def test_logprobs_count_where_usage_is_missing(served: Serving) -> None:
         assert (stream.completion_tokens, stream.count_source) == (7, "logprobs")
 
 
-@pytest.mark.parametrize("api", ["completions", "chat"])
+@pytest.mark.parametrize("api", ["completions", pytest.param("chat", marks=pytest.mark.slow)])
 def test_large_chunks_are_stamped_at_the_read_and_not_after_parsing(
     served: Serving, api: str
 ) -> None:

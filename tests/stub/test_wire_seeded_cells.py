@@ -143,7 +143,7 @@ def second_client(url: str, tokens: int) -> Iterator[None]:
         other.communicate()
 
 
-@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("llamacpp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_second_client_in_another_process_refuses_cell_and_group(engine: str, count: int) -> None:
     # Short requests: some end beside ours, whatever was seen before the first of ours.
@@ -151,7 +151,7 @@ def test_a_second_client_in_another_process_refuses_cell_and_group(engine: str, 
         assert kind_of(served, tokens=60, count=count) == "refused:foreign-request"
 
 
-@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("llamacpp", marks=pytest.mark.slow)])
 def test_another_process_whose_request_still_runs_refuses_before_anything_is_sent(
     engine: str,
 ) -> None:
