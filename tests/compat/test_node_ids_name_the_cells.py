@@ -39,5 +39,6 @@ def test_a_module_or_function_selects_its_items(word: str, count: int, tmp_path:
     assert len(collected(tmp_path, word)) == count
 
 
+@pytest.mark.slow
 def test_another_name_selects_nothing(tmp_path: Path) -> None:
     assert collected(tmp_path, "cells/test_nothing.py") == []

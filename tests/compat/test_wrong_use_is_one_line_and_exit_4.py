@@ -40,17 +40,17 @@ def assert_refused(folder: Path, code: int, output: str, *parts: str) -> None:
     ("words", "part"),
     [
         (["-n1"], "pytest-xdist"),
-        (["-n2", "--dist", "each"], "pytest-xdist"),
-        (["-d"], "pytest-xdist"),
-        (["--tx", "popen"], "pytest-xdist"),
+        pytest.param(["-n2", "--dist", "each"], "pytest-xdist", marks=pytest.mark.slow),
+        pytest.param(["-d"], "pytest-xdist", marks=pytest.mark.slow),
+        pytest.param(["--tx", "popen"], "pytest-xdist", marks=pytest.mark.slow),
         (["--timeout-method=thread", "--timeout=5"], "thread method"),
-        (["-o", "timeout_method=thread"], "thread method"),
+        pytest.param(["-o", "timeout_method=thread"], "thread method", marks=pytest.mark.slow),
         (["-p", "no:timeout"], "pytest-timeout is off"),
         (["--reruns", "2"], "reruns"),
         (["--count", "2"], "--count"),
         (["--forked"], "forked"),
         (["--setup-plan"], "--window-plan"),
-        (["--setup-only"], "--window-plan"),
+        pytest.param(["--setup-only"], "--window-plan", marks=pytest.mark.slow),
         (["--window-set", "novalue"], "NAME=VALUE"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,
@@ -117,7 +117,16 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("name", list(EDITS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Each through a pytest process: two by default, the reader's own tests have all of them.
+        pytest.param(
+            name, marks=() if name in ("unknown key", "invalid TOML") else pytest.mark.slow
+        )
+        for name in EDITS
+    ],
+)
 def test_a_wrong_window_file_is_one_line_that_names_it(name: str, tmp_path: Path) -> None:
     old, new, part = EDITS[name]
     text = TINY.read_text()

@@ -24,15 +24,8 @@ def test_there_are_pages_with_commands() -> None:
     assert {"own-cell.md", "own-target.md"} <= {p.name for p in _pages()}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        # One page's commands by default; each of the others runs whole windows.
-        pytest.param(page, marks=() if page.stem == "own-target" else pytest.mark.slow)
-        for page in _pages()
-    ],
-    ids=lambda p: p.stem,
-)
+@pytest.mark.slow  # whole windows
+@pytest.mark.parametrize("page", _pages(), ids=lambda p: p.stem)
 def test_the_pages_commands_end_as_it_says(page: Path, tmp_path: Path) -> None:
     scripts = str(Path(sys.executable).parent)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

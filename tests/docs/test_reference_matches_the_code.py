@@ -270,6 +270,7 @@ def test_all_hooks_examples_run_in_one_window(tmp_path: Path) -> None:
     assert {path.stem for path in (folder / "raw").iterdir()} == {row["item"] for row in rows_}
 
 
+@pytest.mark.slow
 def test_a_raw_record_gives_the_items_values_again(tmp_path: Path) -> None:
     (tmp_path / "my_cells.py").write_text(
         "from pytest_dsv41 import Cell, for_cells\n"
@@ -312,6 +313,7 @@ def test_a_raw_record_gives_the_items_values_again(tmp_path: Path) -> None:
 # -- options in ini -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_option_works_from_ini(tmp_path: Path) -> None:
     (tmp_path / "window.toml").write_text(
         TINY.read_text("utf-8").replace('["--round-ms", "1.6"]', '["--round-ms", "{fast}"]')

@@ -54,6 +54,7 @@ def archive(campaign: Path, **changes: object) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_half_width_is_that_of_repeats_inside_a_window(tmp_path: Path) -> None:
     archive(tmp_path)
     archive(tmp_path, max_tokens=1500)

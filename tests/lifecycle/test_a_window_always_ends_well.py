@@ -64,7 +64,6 @@ SIGNALS = ("SIGINT", "SIGINT,SIGINT", "SIGTERM", "SIGHUP", "SIGTSTP")
 def _cases() -> list[object]:
     """Every signal at every phase; a few by default, the whole matrix behind `slow`."""
     sample = {
-        ("start:K1:begin", "SIGTERM"),
         ("cell:I1-decode-b1-r1", "SIGINT,SIGINT"),
         ("production-stop:end", "SIGKILL"),
     }

@@ -88,7 +88,7 @@ def test_a_foreign_request_that_still_runs_at_the_end_refuses(engine: str) -> No
         assert kind_of(served, "foreign-running=300", tokens=20) == "refused:foreign-request"
 
 
-@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("llamacpp", marks=pytest.mark.slow)])
 def test_a_foreign_request_that_runs_before_refuses_and_nothing_is_sent(engine: str) -> None:
     with stub(engine=engine, round_ms=50.0) as served, httpx.Client(trust_env=False) as client:
         body = {"model": "stub", "prompt": "x", "max_tokens": 4000, "stream": True}
@@ -131,6 +131,7 @@ def test_a_restart_without_creation_times_is_seen_by_the_fall() -> None:
         assert kind_of(served, *faults, tokens=20) == "refused:reset"
 
 
+@pytest.mark.slow
 def test_two_processes_behind_one_address_refuse() -> None:
     with stub() as served:
         measure(served, tokens=20)
