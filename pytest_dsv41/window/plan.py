@@ -614,7 +614,8 @@ def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
         )
         guards = ", ".join(use.guards) or "none"
         lines += _wrapped(f"primary {plan.primary(use.name)}, guards {guards}", "    ")
-    lines += _beside_lines(plan)
+    if beside := _beside_lines(plan):
+        lines += [f"beside them ({len(window.quality) + (window.pilot is not None)}):", *beside]
     if window.candidates:
         lines += ["", "what the repeats can show:"]
         for row in designs(plan, spreads):
