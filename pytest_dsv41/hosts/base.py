@@ -166,8 +166,11 @@ class Host(Protocol):
         env: Mapping[str, str] | None = None,
         check: bool = True,
         fence: Fence | None = None,
+        private: bool = False,
     ) -> CommandResult:
         """Run `argv` to its end, log it as `name`, and return what it answered.
+
+        With `private` its output, which may hold secrets, stays out of the record.
 
         Raises:
             CommandFailed: with `check`, it ended with another code than 0; 127: no such program.
@@ -209,18 +212,18 @@ class CommandLog:
         """Whether a record is on disk before the command's caller goes on."""
         self._lock = threading.Lock()
 
-    def record(self, host: str, name: str, result: CommandResult) -> None:
-        """Write the record of a command that answered."""
+    def record(
+        self, host: str, name: str, result: CommandResult, *, private: bool = False
+    ) -> None:
+        """Write the record of a command that answered; of a private one without its output."""
+        said = ["stdout:", result.stdout, "stderr:", result.stderr]
         self.write(
             name,
             [
                 f"host: {host}",
                 f"argv: {list(result.argv)!r}",
                 f"exit: {result.returncode} after {result.seconds:.3f} s",
-                "stdout:",
-                result.stdout,
-                "stderr:",
-                result.stderr,
+                *(["output: private, not kept"] if private else said),
             ],
         )
 

@@ -104,11 +104,12 @@ class LocalHost:
         env: Mapping[str, str] | None = None,
         check: bool = True,
         fence: Fence | None = None,
+        private: bool = False,
     ) -> CommandResult:
         """Run `argv` to its end and log it; past the deadline it is killed (see `Host.run`)."""
         usable(argv, name)
         with self._fenced(fence, name):
-            result = self._run(argv, name, deadline_s, stdin, env or {})
+            result = self._run(argv, name, deadline_s, stdin, env or {}, private)
         if check:
             raise_for_code(name, result)
         return result
@@ -120,6 +121,7 @@ class LocalHost:
         deadline_s: float,
         stdin: str,
         env: Mapping[str, str],
+        private: bool,
     ) -> CommandResult:
         begun = time.monotonic()
         try:
@@ -142,7 +144,7 @@ class LocalHost:
             return CommandResult(tuple(argv), 127, "", said, time.monotonic() - begun)
         seconds = time.monotonic() - begun
         result = CommandResult(tuple(argv), done.returncode, done.stdout, done.stderr, seconds)
-        self.log.record(self.name, name, result)
+        self.log.record(self.name, name, result, private=private)
         return result
 
     def spawn(

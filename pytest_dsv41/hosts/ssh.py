@@ -178,6 +178,7 @@ class SshHost:
         env: Mapping[str, str] | None = None,
         check: bool = True,
         fence: Fence | None = None,
+        private: bool = False,
     ) -> CommandResult:
         """See `Host.run`. A command that a signal ended answers 128 and the signal's number."""
         usable(argv, name)
@@ -200,7 +201,7 @@ class SshHost:
             err.decode("utf-8", "replace"),
             time.monotonic() - begun,
         )
-        self.log.record(self.name, name, result)
+        self.log.record(self.name, name, result, private=private)
         if check:
             raise_for_code(name, result)
         return result

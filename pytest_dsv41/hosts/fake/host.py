@@ -56,6 +56,7 @@ class FakeHost:
         env: Mapping[str, str] | None = None,
         check: bool = True,
         fence: Fence | None = None,
+        private: bool = False,
     ) -> CommandResult:
         """See `Host.run`."""
 
@@ -89,7 +90,7 @@ class FakeHost:
         except Exception as error:
             self.log.write(name, [*lines, str(error)])
             raise
-        self.log.record(self.name, name, result)
+        self.log.record(self.name, name, result, private=private)
         if check:
             raise_for_code(name, result)
         return result

@@ -1,0 +1,370 @@
+"""Why a unit does not run: a preflight's refusal, a crash, a boot loop, or a wrong configuration.
+
+From outside the journal all four look alike: the unit sits in `auto-restart` and no port opens
+(FRANK-ARCHON "The outage: a refusal, not a crash": 6,919 refusals in 20 hours). They are told apart
+by which command ended, how, and after how long, and by what the manager says of the unit itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pytest_dsv41.errors import CommandFailed
+from pytest_dsv41.hosts import Host
+from pytest_dsv41.text import one_line
+from pytest_dsv41.unit.masking import masked_argv
+from pytest_dsv41.unit.systemd import ExecCommand, Loaded, read_unit
+
+__all__ = ["CAUSES", "JournalLine", "Why", "explain", "read_journal", "why"]
+
+CAUSES: Final = {
+    "RUNNING": "it runs",
+    "STARTING": "it is being started",
+    "STOPPED": "nothing is wrong, it was stopped or never started",
+    "PREFLIGHT REFUSAL": "a check before the server said no; correct what the line names",
+    "WRONG CONFIGURATION": "systemd could not run it as it is written; correct the unit",
+    "CRASH": "the server itself ended",
+    "BOOT LOOP": "the server ends again and again; stop it (systemctl stop) before you look",
+    "UNKNOWN": "neither systemd nor the journal says why",
+}
+"""Each cause, in a sentence."""
+
+_RECORDS: Final = 1000
+_QUOTED: Final = 3
+_AT_ONCE_S: Final = 1.0  # what ends by itself sooner has refused, if it says the same each time
+_SETTLED_S: Final = 60.0  # a unit that was restarted and runs so long has come up
+_EXIT: Final = "98e322203f7a4ed290d09fe03c09fe15"
+_FIELDS: Final = (
+    "MESSAGE,MESSAGE_ID,PRIORITY,UNIT,USER_UNIT,_SYSTEMD_INVOCATION_ID,INVOCATION_ID,"
+    "USER_INVOCATION_ID,COMMAND,EXIT_CODE,EXIT_STATUS,CONFIG_FILE,CONFIG_LINE"
+)
+# Codes with which systemd's own child ends before the program runs (systemd.exec(5)).
+_BEFORE_THE_PROGRAM: Final = {
+    200: "CHDIR", 201: "NICE", 202: "FDS", 203: "EXEC", 204: "MEMORY", 205: "LIMITS",
+    206: "OOM_ADJUST", 207: "SIGNAL_MASK", 208: "STDIN", 209: "STDOUT", 210: "CHROOT",
+    211: "IOPRIO", 212: "TIMERSLACK", 213: "SECUREBITS", 214: "SETSCHEDULER", 215: "CPUAFFINITY",
+    216: "GROUP", 217: "USER", 218: "CAPABILITIES", 219: "CGROUP", 220: "SETSID", 221: "CONFIRM",
+    222: "STDERR", 224: "PAM", 225: "NETWORK", 226: "NAMESPACE", 227: "NO_NEW_PRIVILEGES",
+    228: "SECCOMP", 229: "SELINUX_CONTEXT", 230: "PERSONALITY", 231: "APPARMOR",
+    232: "ADDRESS_FAMILIES", 233: "RUNTIME_DIRECTORY", 235: "CHOWN", 236: "SMACK_PROCESS_LABEL",
+    237: "KEYRING", 238: "STATE_DIRECTORY", 239: "CACHE_DIRECTORY", 240: "LOGS_DIRECTORY",
+    241: "CONFIGURATION_DIRECTORY", 242: "NUMA_POLICY", 243: "CREDENTIALS", 244: "BPF",
+}  # fmt: skip
+_EXITED: Final = 1
+_CODES: Final = {"exited": 1, "killed": 2, "dumped": 3}
+_CHECKS: Final = ("ExecCondition", "ExecStartPre")
+
+
+@dataclass(frozen=True)
+class JournalLine:
+    """One record of the journal. `manager`: systemd says it of the unit, not the unit itself.
+
+    `command`, `code` (1 exited, 2 killed, 3 dumped) and `status` are of a record that a process
+    ended; `config` names file and line of a record about a setting. `at_us`: since 1970.
+    """
+
+    at_us: int
+    message: str
+    manager: bool
+    priority: int
+    invocation: str
+    command: str = ""
+    code: int = 0
+    status: int = 0
+    config: str = ""
+
+
+@dataclass(frozen=True)
+class Why:
+    """The answer: `cause` is a key of `CAUSES`, `said` what it rests on, `lines` the quotes.
+
+    `restarts` counts systemd's automatic restarts since the unit was last started or reset;
+    `looping` says that it is restarted again and again, or was until the start limit.
+    """
+
+    cause: str
+    looping: bool
+    restarts: int
+    said: str
+    lines: tuple[str, ...]
+
+    @property
+    def fault(self) -> bool:
+        """Whether something is wrong."""
+        return self.cause not in ("RUNNING", "STARTING", "STOPPED")
+
+
+def why(host: Host, unit: str, *, user: bool = False, become: Sequence[str] = ()) -> Why:
+    """Read a unit's state and journal and say why it does not run; nothing is changed.
+
+    Raises:
+        UsageError: no name of a service.
+        CommandFailed, TransportError: the unit cannot be read.
+    """
+    facts = read_unit(host, unit, user=user, become=become, process=False)
+    journal = read_journal(host, facts.unit, user=user, become=become)
+    return explain(facts.loaded, journal, now_us=facts.manager.now_us)
+
+
+def read_journal(
+    host: Host, unit: str, *, user: bool = False, become: Sequence[str] = ()
+) -> list[JournalLine]:
+    """Read what this boot's journal has of a unit, the newest 1,000 records, in order.
+
+    A journal that this login may not read gives none.
+
+    Raises:
+        TransportError: the host does not answer.
+    """
+    which = "--user-unit" if user else "--unit"
+    done = host.run(
+        [*become, "journalctl", f"{which}={unit}", "--boot", "--no-pager", "--quiet"]
+        + ["--output=json", f"--output-fields={_FIELDS}", f"--lines={_RECORDS}"],
+        name="unit-journal",
+        deadline_s=30.0,
+        check=False,
+        private=True,
+    )
+    if done.returncode == 127:
+        raise CommandFailed(f"{host.name}: journalctl: {one_line(done.stderr)}", 127)
+    return [line for raw in done.stdout.splitlines() if (line := parse_record(raw)) is not None]
+
+
+def parse_record(raw: str) -> JournalLine | None:
+    """Read one record of `journalctl --output=json`; None for what is none."""
+    try:
+        record = json.loads(raw)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    message = record.get("MESSAGE")
+    if isinstance(message, list):
+        # What is not clean text comes as its bytes.
+        message = bytes(b for b in message if isinstance(b, int) and 0 <= b < 256).decode(
+            "utf-8", "replace"
+        )
+    config = _word(record, "CONFIG_FILE")
+    ended = _word(record, "MESSAGE_ID") == _EXIT
+    return JournalLine(
+        _number(record, "__REALTIME_TIMESTAMP"),
+        message if isinstance(message, str) else "",
+        bool({"UNIT", "USER_UNIT"} & record.keys()),
+        _number(record, "PRIORITY", 6),
+        _word(record, "INVOCATION_ID")
+        or _word(record, "USER_INVOCATION_ID")
+        or _word(record, "_SYSTEMD_INVOCATION_ID"),
+        _word(record, "COMMAND") if ended else "",
+        _CODES.get(_word(record, "EXIT_CODE"), 0) if ended else 0,
+        _number(record, "EXIT_STATUS") if ended else 0,
+        f"{config}:{_number(record, 'CONFIG_LINE')}" if config else "",
+    )
+
+
+def _word(record: Mapping[str, Any], key: str) -> str:
+    value = record.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _number(record: Mapping[str, Any], key: str, default: int = 0) -> int:
+    value = _word(record, key)
+    return int(value) if value.isdecimal() and len(value) < 20 else default
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How the last process that failed ended: of which command, and how."""
+
+    command: str
+    code: int
+    status: int
+    seconds: float | None
+
+    def __str__(self) -> str:
+        name = _signal(self.status) if self.code != _EXITED else f"exit code {self.status}"
+        core = ", core dumped" if self.code == 3 else ""
+        lived = "" if self.seconds is None else f" after {self.seconds:.2f} s"
+        return f"{self.command} ended by {name}{core}{lived}"
+
+
+def explain(loaded: Loaded, journal: Sequence[JournalLine], *, now_us: int) -> Why:
+    """Say why, from what systemd has of the unit and its journal; `now_us`: the host's clock."""
+    restarts = loaded.restarts
+    if loaded.load_state not in ("loaded", "merged"):
+        said = f"systemd has it as {loaded.load_state}"
+        if loaded.load_error:
+            said += f": {one_line(loaded.load_error)}"
+        return Why("WRONG CONFIGURATION", False, restarts, said, _of_manager(journal))
+    ending = _ending(loaded, journal)
+    state = f"{loaded.active_state} ({loaded.sub_state})"
+    if loaded.active_state in ("active", "reloading"):
+        lived = (now_us - loaded.main_started_us) / 1e6
+        if restarts < 2 or lived >= _SETTLED_S:
+            more = f"; restarted {restarts} times before" if restarts else ""
+            return Why("RUNNING", False, restarts, state + more, ())
+        said = f"{state} for {lived:.0f} s, restarted {restarts} times before"
+        return _fault(loaded, journal, ending, True, said)
+    limit = loaded.result == "start-limit-hit"
+    looping = limit or loaded.sub_state.startswith("auto-restart") or restarts >= 2
+    if limit:
+        state += ", given up by the start limit"
+    if not looping:
+        unmet = _unmet(loaded)
+        if unmet:
+            return Why("PREFLIGHT REFUSAL", False, restarts, f"{state}: {unmet}", ())
+        if loaded.active_state in ("activating", "deactivating"):
+            return Why("STARTING", False, restarts, state, ())
+        if loaded.result in ("success", "") and loaded.active_state == "inactive":
+            return Why("STOPPED", False, restarts, state, ())
+    return _fault(loaded, journal, ending, looping, state)
+
+
+def _fault(
+    loaded: Loaded,
+    journal: Sequence[JournalLine],
+    ending: _Ending | None,
+    looping: bool,
+    state: str,
+) -> Why:
+    def answer(cause: str, said: str, lines: tuple[str, ...]) -> Why:
+        return Why(cause, looping, loaded.restarts, f"{state}: {said}", lines)
+
+    if loaded.result == "resources":
+        return answer(
+            "WRONG CONFIGURATION",
+            "systemd could not set up what it needs to start",
+            _of_manager(journal),
+        )
+    if ending is None:
+        if loaded.result == "exec-condition":
+            return answer(
+                "PREFLIGHT REFUSAL", "its ExecCondition= is not met", _of_unit(journal)
+            )
+        if looping:
+            return answer("BOOT LOOP", "it ends by itself, without a failure", _of_unit(journal))
+        return answer("UNKNOWN", f"its result is {loaded.result}", _of_manager(journal))
+    spoken = _of_unit(journal) or _of_manager(journal)
+    before = _BEFORE_THE_PROGRAM.get(ending.status) if ending.code == _EXITED else None
+    if before is not None:
+        command = _shown(loaded, ending.command)
+        return answer(
+            "WRONG CONFIGURATION",
+            f"{ending} ({before}): systemd could not run {command}",
+            _of_manager(journal),
+        )
+    if ending.command in _CHECKS:
+        return answer("PREFLIGHT REFUSAL", f"{ending}: {_shown(loaded, ending.command)}", spoken)
+    if _refuses_itself(ending, journal):
+        same = f"{ending}, with the same words each time, before it served anything"
+        return answer("PREFLIGHT REFUSAL", same, spoken)
+    return answer("BOOT LOOP" if looping else "CRASH", _crash(loaded, ending), spoken)
+
+
+def _crash(loaded: Loaded, ending: _Ending) -> str:
+    special = {
+        "watchdog": "; its watchdog was not served",
+        "timeout": "; it did not start, or stop, in time",
+        "oom-kill": "; the kernel ran out of memory",
+        "protocol": "; it did not say that it is ready",
+    }
+    return f"{ending}{special.get(loaded.result, '')}"
+
+
+def _ending(loaded: Loaded, journal: Sequence[JournalLine]) -> _Ending | None:
+    """The newest failure that the journal or systemd knows; None where nothing failed."""
+    for line in reversed(journal):
+        if line.code and (line.code != _EXITED or line.status != 0):
+            seconds = _seconds(loaded, journal, line)
+            return _Ending(line.command or "its process", line.code, line.status, seconds)
+    for key in (*_CHECKS, "ExecStart", "ExecStartPost"):
+        for command in loaded.commands.get(key, ()):
+            if command.code and (command.code != _EXITED or command.status != 0):
+                return _Ending(key, command.code, command.status, _between(command))
+    if loaded.main_code and (loaded.main_code != _EXITED or loaded.main_status != 0):
+        return _Ending("ExecStart", loaded.main_code, loaded.main_status, None)
+    return None
+
+
+def _seconds(loaded: Loaded, journal: Sequence[JournalLine], end: JournalLine) -> float | None:
+    """How long the process lived: as systemd timed it, else from its run's first record."""
+    for command in loaded.commands.get(end.command, ()):
+        known = _between(command)
+        if known is not None and abs(command.ended_us - end.at_us) < 1_000_000:
+            return known
+    begun = [
+        line.at_us for line in journal if line.invocation and line.invocation == end.invocation
+    ]
+    return (end.at_us - min(begun)) / 1e6 if begun else None
+
+
+def _between(command: ExecCommand) -> float | None:
+    if command.started_us and command.ended_us >= command.started_us:
+        return (command.ended_us - command.started_us) / 1e6
+    return None
+
+
+def _refuses_itself(ending: _Ending, journal: Sequence[JournalLine]) -> bool:
+    """Whether the server's own command says no: it exits at once, with the same words each time."""
+    if ending.code != _EXITED or ending.seconds is None or ending.seconds > _AT_ONCE_S:
+        return False
+    runs: dict[str, list[str]] = {}
+    for line in journal:
+        if line.invocation and not line.manager and line.message.strip():
+            runs.setdefault(line.invocation, []).append(re.sub(r"\d+", "0", line.message))
+    said = list(runs.values())[-5:]
+    short = all(len(lines) <= _QUOTED for lines in said)
+    return len(said) >= 2 and short and all(lines == said[0] for lines in said)
+
+
+def _unmet(loaded: Loaded) -> str:
+    """Which condition or assertion of the unit is not met; empty where none is."""
+    for kind in ("Condition", "Assert"):
+        if loaded.properties.get(f"{kind}Result", True) or not loaded.properties.get(
+            f"{kind}Timestamp"
+        ):
+            continue
+        for name, _, negated, parameter, state in loaded.properties.get(f"{kind}s", ()):
+            if state < 0:
+                return one_line(f"{name}={'!' if negated else ''}{parameter} is not met")
+        return f"a {kind.lower()} of it is not met"
+    return ""
+
+
+def _of_unit(journal: Sequence[JournalLine]) -> tuple[str, ...]:
+    """The last words of the last run that said something."""
+    spoken = [line for line in journal if not line.manager and line.message.strip()]
+    if not spoken:
+        return ()
+    last = spoken[-1].invocation
+    return tuple(
+        one_line(line.message) for line in spoken if line.invocation == last
+    )[-_QUOTED:]
+
+
+def _of_manager(journal: Sequence[JournalLine]) -> tuple[str, ...]:
+    """What systemd last complained of, with the file and line of a setting."""
+    told = [line for line in journal if line.manager and line.priority <= 4 and not line.code]
+    settings = [line for line in told if line.config or "Failed" not in line.message] or told
+    return tuple(
+        one_line(f"{line.config + ': ' if line.config else ''}{line.message}")
+        for line in settings[-_QUOTED:]
+    )
+
+
+def _shown(loaded: Loaded, key: str) -> str:
+    commands = loaded.commands.get(key, ())
+    failed = [c for c in commands if c.code and (c.code != _EXITED or c.status != 0)]
+    which = failed or commands[:1]
+    return masked_argv(which[0].argv) if which else key
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
