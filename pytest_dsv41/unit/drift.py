@@ -482,12 +482,7 @@ def _commands_loaded(
 ) -> Iterator[Finding]:
     for key, commands in facts.loaded.commands.items():
         name = f"Service.{key}"
-        written = []
-        for assignment in held.get(name, ()):
-            try:
-                written += split_commands(assignment.value)
-            except ValueError:
-                continue  # systemd ignores it, and says so in the journal
+        written = [c for a in held.get(name, ()) for c in split_commands(a.value)]
         same = len(written) == len(commands) and all(
             fits(one.path, other.path, facts.unit)
             and len(one.argv) == len(other.argv)
@@ -695,19 +690,16 @@ def _shown(assignment: Assignment, subject: str = "") -> str:
     key, value = assignment.key, assignment.value
     if not value:
         return f"{key}= (empty)"
-    try:
-        if key == "Environment":
-            wanted = subject.partition(" ")[2]
-            pairs = [word.partition("=") for word in split_words(value)]
-            return " ".join(
-                f"{name}={masked_value(name, text)}"
-                for name, _, text in pairs
-                if not wanted or name == wanted
-            )
-        if key.startswith("Exec"):
-            return masked_argv(split_words(value))
-    except ValueError:
-        return f"{key}= (not to be read: systemd ignores it)"
+    if key == "Environment":
+        wanted = subject.partition(" ")[2]
+        pairs = [word.partition("=") for word in split_words(value)]
+        return " ".join(
+            f"{name}={masked_value(name, text)}"
+            for name, _, text in pairs
+            if not wanted or name == wanted
+        )
+    if key.startswith("Exec"):
+        return masked_argv(split_words(value))
     if key.startswith(("SetCredential", "LoadCredential")):
         return f"{key}=***"
     return one_line(value, 200)

@@ -16,12 +16,14 @@ from typing import Final
 __all__ = [
     "Assignment",
     "Change",
+    "Command",
     "UnitFile",
     "changes",
     "drop_in_names",
     "environment_of",
     "expand",
     "fits",
+    "in_order",
     "live",
     "parse_environment_file",
     "parse_unit_file",
@@ -266,51 +268,65 @@ _ESCAPES: Final = {
 _NUMBERED: Final = re.compile(
     r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([0-7]{3})", re.ASCII
 )
+_BARE_SEMICOLON: Final = re.compile(r";(?=[ \t\n\r]|$)")
 
 
 def split_words(text: str) -> list[str]:
     """Split a value into words: quotes of both kinds, and C escapes, also inside of them.
 
-    Raises:
-        ValueError: a quote is not closed, or an escape is none; systemd ignores the assignment.
+    What stands before a quote that is not closed, or before an unknown escape, is read; systemd
+    ignores the rest.
     """
     words: list[str] = []
-    at, size = 0, len(text)
-    while True:
-        while at < size and text[at] in _BLANK:
-            at += 1
-        if at == size:
-            return words
-        word, quote = bytearray(), ""
-        while at < size and (quote or text[at] not in _BLANK):
-            char = text[at]
-            at += 1
-            if char == "\\":
-                read, at = _escape(text, at)
-                word += read
-            elif char == quote:
-                quote = ""
-            elif not quote and char in "'\"":
-                quote = char
-            else:
-                word += char.encode("utf-8", "surrogateescape")
-        if quote:
-            raise ValueError("a quote is not closed")
-        words.append(word.decode("utf-8", "surrogateescape"))
+    at = 0
+    try:
+        while (found := _next_word(text, at, relaxed=False)) is not None:
+            word, at = found
+            words.append(word)
+    except ValueError:
+        pass
+    return words
 
 
-def _escape(text: str, at: int) -> tuple[bytes, int]:
-    if at == len(text):
-        raise ValueError("a backslash stands at the end")
-    if text[at] in _ESCAPES:
+def _next_word(text: str, at: int, *, relaxed: bool) -> tuple[str, int] | None:
+    """The word that begins at or after `at`, and where it ends; None at the end of the text.
+
+    Raises:
+        ValueError: a quote is not closed; or, but `relaxed`, a backslash begins no escape.
+    """
+    size = len(text)
+    while at < size and text[at] in _BLANK:
+        at += 1
+    if at == size:
+        return None
+    word, quote = bytearray(), ""
+    while at < size and (quote or text[at] not in _BLANK):
+        char = text[at]
+        at += 1
+        if char == "\\":
+            read, at = _escape(text, at, relaxed=relaxed)
+            word += read
+        elif char == quote:
+            quote = ""
+        elif not quote and char in "'\"":
+            quote = char
+        else:
+            word += char.encode("utf-8", "surrogateescape")
+    if quote:
+        raise ValueError("a quote is not closed")
+    return word.decode("utf-8", "surrogateescape"), at
+
+
+def _escape(text: str, at: int, *, relaxed: bool) -> tuple[bytes, int]:
+    if text[at : at + 1] in _ESCAPES:
         return _ESCAPES[text[at]].encode(), at + 1
     found = _NUMBERED.match(text, at)
-    if found is None:
-        raise ValueError(f"\\{text[at]} is no escape")
-    byte, short, long, octal = found.groups()
-    number = int(octal, 8) if octal else int(byte or short or long, 16)
-    if number == 0 or (octal and number > 255):
-        raise ValueError(f"\\{found[0]} is no character")
+    byte, short, long, octal = found.groups() if found is not None else (None,) * 4
+    number = int(octal, 8) if octal else int(byte or short or long or "0", 16)
+    if found is None or number == 0 or (octal and number > 255) or number > 0x10FFFF:
+        if not relaxed:
+            raise ValueError("no escape")
+        return f"\\{text[at : at + 1]}".encode("utf-8", "surrogateescape"), at + 1
     if short or long:
         return chr(number).encode("utf-8", "surrogatepass"), found.end()
     return bytes([number]), found.end()
@@ -326,28 +342,40 @@ class Command:
 
 
 def split_commands(value: str) -> list[Command]:
-    """Read the commands of one Exec…= assignment; a word `;` stands between two of them.
+    """Read the commands of one Exec…= assignment; a bare `;` stands between two of them.
 
-    Raises:
-        ValueError: as `split_words`, or a command has no program.
+    A command that systemd cannot read, and what follows it, is left out.
     """
     commands: list[Command] = []
-    group: list[str] = []
-    # An escaped semicolon is a word; split_words would refuse the escape.
-    marked = re.sub(r"(?<!\S)\\;(?!\S)", "\ue000", value)
-    for word in [*split_words(marked), ";"]:
-        if word != ";":
-            group.append(";" if word == "\ue000" else word)
-            continue
-        if not group:
-            continue
-        path = group[0].lstrip("-@:+!|")
-        prefixes = group[0][: len(group[0]) - len(path)]
-        if not path or ("@" in prefixes and len(group) < 2):
-            raise ValueError("a command has no program")
-        argv = group[1:] if "@" in prefixes else [path, *group[1:]]
-        commands.append(Command(prefixes, path, tuple(argv)))
-        group = []
+    at = 0
+    try:
+        while (found := _next_word(value, at, relaxed=True)) is not None:
+            first, at = found
+            if first == ";":
+                continue
+            path = first.lstrip("-@:+!|")
+            words: list[str] = []
+            while True:
+                while at < len(value) and value[at] in _BLANK:
+                    at += 1
+                if _BARE_SEMICOLON.match(value, at):
+                    at += 1
+                    break
+                if value[at : at + 1] == "\\" and _BARE_SEMICOLON.match(value, at + 1):
+                    words.append(";")
+                    at += 2
+                    continue
+                if (found := _next_word(value, at, relaxed=True)) is None:
+                    break
+                word, at = found
+                words.append(word)
+            prefixes = first[: len(first) - len(path)]
+            if not path or ("@" in prefixes and not words):
+                break
+            argv = words if "@" in prefixes else [path, *words]
+            commands.append(Command(prefixes, path, tuple(argv)))
+    except ValueError:
+        pass
     return commands
 
 
@@ -394,10 +422,7 @@ def expand(argv: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     for word in argv[1:]:
         alone = re.fullmatch(r"\$([A-Za-z_][A-Za-z0-9_]*)", word)
         if alone:
-            try:
-                words += split_words(environment.get(alone[1], ""))
-            except ValueError:
-                words.append(environment.get(alone[1], ""))
+            words += split_words(environment.get(alone[1], ""))
             continue
         words.append(
             re.sub(
@@ -491,11 +516,7 @@ def _effect(
     variables = f"{name} "
     if assignment.key in ("Environment", "UnsetEnvironment") and assignment.value:
         # A variable is its own subject: two files may set different ones side by side.
-        try:
-            words = split_words(assignment.value)
-        except ValueError:
-            return []
-        named = dict.fromkeys(word.partition("=")[0] for word in words)
+        named = dict.fromkeys(word.partition("=")[0] for word in split_words(assignment.value))
         return [
             (variables + word, list(held.get(variables + word, ())), [assignment])
             for word in named
