@@ -33,7 +33,7 @@ from pytest_dsv41.unit.systemd import RunningProcess, UnitFacts, read_unit
 from pytest_dsv41.unit.unitfile import unit_name
 from pytest_dsv41.window.source import Source, read_toml
 
-__all__ = ["Answer", "Checklist", "load_checklist", "verify"]
+__all__ = ["CHECKS", "Answer", "Checklist", "load_checklist", "verify"]
 
 _BODY_MAX: Final = 1 << 20
 _Words = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
@@ -380,7 +380,7 @@ _Any = Annotated[
     Field(discriminator="check"),
 ]
 _ADAPTER: Final[TypeAdapter[Any]] = TypeAdapter(_Any)
-_KINDS: Final[dict[str, type[_Check]]] = {
+CHECKS: Final[dict[str, type[_Check]]] = {
     "state": _State,
     "restarts": _Restarts,
     "health": _Health,
@@ -396,6 +396,7 @@ _KINDS: Final[dict[str, type[_Check]]] = {
     "fleet": _Fleet,
     "command": _Command,
 }
+"""Each kind of check by its name."""
 
 
 @dataclass(frozen=True)
@@ -459,15 +460,15 @@ def _read(row: Any, source: Source, number: int) -> _Check:
     if not isinstance(row, dict):
         raise source.error(where, "expected a table")
     kind = row.get("check")
-    if kind not in _KINDS:
+    if kind not in CHECKS:
         raise source.error(
-            (*where, "check"), f"{one_line(repr(kind), 60)}; valid: {', '.join(_KINDS)}"
+            (*where, "check"), f"{one_line(repr(kind), 60)}; valid: {', '.join(CHECKS)}"
         )
     try:
         check: _Check = _ADAPTER.validate_python(row)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        keys = ", ".join(key for key in _KINDS[kind].model_fields if key != "check")
+        keys = ", ".join(key for key in CHECKS[kind].model_fields if key != "check")
         message = one_line(first["msg"].removeprefix("Value error, "), 200)
         # Behind the place of a check stands its kind, as pydantic tells a union's members apart.
         raise source.error(

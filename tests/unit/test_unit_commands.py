@@ -8,7 +8,9 @@ import pytest
 
 from pytest_dsv41.cli import main
 from pytest_dsv41.errors import SpecError
-from pytest_dsv41.unit.checklist import load_checklist
+from pytest_dsv41.unit.checklist import CHECKS, load_checklist
+from pytest_dsv41.unit.drift import KINDS
+from pytest_dsv41.unit.why import CAUSES
 
 
 @pytest.mark.parametrize(
@@ -77,3 +79,23 @@ def test_a_wrong_list_names_file_line_and_key(text: str, said: str, tmp_path: Pa
         load_checklist(path)
     assert str(caught.value).startswith(f"{path}:")
     assert "\n" not in str(caught.value)
+
+
+def test_the_pages_list_is_a_list(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "units.md").read_text("utf-8")
+    text = page.partition('```toml title="cutover.toml"\n')[2].partition("```")[0]
+    path = tmp_path / "cutover.toml"
+    path.write_text(text)
+    assert len(load_checklist(path).checks) == text.count("[[check]]")
+
+
+def test_the_page_names_every_kind_and_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "units.md").read_text("utf-8")
+    for kind in KINDS:
+        assert f"`{kind}`" in page
+    for cause in CAUSES:
+        assert cause in page
+    for kind, model in CHECKS.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{kind}` | `"))
+        for key in set(model.model_fields) - {"check", "name"}:
+            assert f"`{key}`" in row, (kind, key)
