@@ -212,9 +212,7 @@ class CommandLog:
         """Whether a record is on disk before the command's caller goes on."""
         self._lock = threading.Lock()
 
-    def record(
-        self, host: str, name: str, result: CommandResult, *, private: bool = False
-    ) -> None:
+    def record(self, host: str, name: str, result: CommandResult, *, private: bool = False) -> None:
         """Write the record of a command that answered; of a private one without its output."""
         said = ["stdout:", result.stdout, "stderr:", result.stderr]
         self.write(

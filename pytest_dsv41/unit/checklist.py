@@ -306,18 +306,10 @@ class _Http(_Check):
         return self.url
 
     def look(self, at: _Place) -> tuple[bool, str]:
-        body = b""
-        with (
-            httpx.Client(trust_env=False, timeout=self.deadline_s) as client,
-            client.stream("GET", self.url) as answer,
-        ):
-            for part in answer.iter_bytes():
-                body += part
-                if len(body) > _BODY_MAX:
-                    break
+        status, body = at.get(self.url, self.deadline_s)
         there = self.contains.encode() in body
-        holds = answer.status_code == self.status and there
-        told = f"status {answer.status_code}, {len(body)} bytes"
+        holds = status == self.status and there
+        told = f"status {status}, {len(body)} bytes"
         return holds, told if there else f"{told}, without {one_line(self.contains, 80)!r}"
 
 
@@ -499,9 +491,7 @@ class _Place:
 
     @functools.cached_property
     def facts(self) -> UnitFacts:
-        return read_unit(
-            self.host, self.unit, user=self._user, become=self._become, process=False
-        )
+        return read_unit(self.host, self.unit, user=self._user, become=self._become, process=False)
 
     @functools.cached_property
     def facts_with_process(self) -> UnitFacts:
@@ -521,6 +511,19 @@ class _Place:
         if url not in self._engines:
             self._engines[url] = self._engine or detect_engine(url)
         return self._engines[url]
+
+    def get(self, url: str, deadline_s: float) -> tuple[int, bytes]:
+        """The status and the first bytes of an answer, asked from here and by no proxy."""
+        body = b""
+        with (
+            httpx.Client(trust_env=False, timeout=deadline_s) as client,
+            client.stream("GET", url) as answer,
+        ):
+            for part in answer.iter_bytes():
+                body += part
+                if len(body) > _BODY_MAX:
+                    break
+        return answer.status_code, body
 
     def container(self, name: str) -> tuple[str, ...]:
         """The command that podman holds for a running container."""

@@ -75,8 +75,7 @@ _SAME_WORD: Final = (
     "SyslogIdentifier",
 )
 # What systemd sets itself (systemd.exec(5)), beside the variables of its own environment.
-_SYSTEMDS_OWN: Final = frozenset(
-    """
+_SYSTEMDS_OWN_TEXT: Final = """
     PATH LANG USER LOGNAME HOME SHELL INVOCATION_ID XDG_RUNTIME_DIR XDG_SESSION_ID XDG_SEAT
     XDG_VTNR RUNTIME_DIRECTORY STATE_DIRECTORY CACHE_DIRECTORY LOGS_DIRECTORY
     CONFIGURATION_DIRECTORY CREDENTIALS_DIRECTORY MAINPID MANAGERPID MANAGERPIDFDID LISTEN_FDS
@@ -85,8 +84,8 @@ _SYSTEMDS_OWN: Final = frozenset(
     REMOTE_PORT TRIGGER_UNIT TRIGGER_PATH TRIGGER_TIMER_REALTIME_USEC
     TRIGGER_TIMER_MONOTONIC_USEC MEMORY_PRESSURE_WATCH MEMORY_PRESSURE_WRITE FDSTORE
     DEBUG_INVOCATION
-    """.split()
-)
+"""
+_SYSTEMDS_OWN: Final = frozenset(_SYSTEMDS_OWN_TEXT.split())
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,9 @@ def _compare(file: UnitFile, wanted: bytes, name: str) -> Iterator[Finding]:
     if file.data == wanted:
         return
     here, there = _by_key(file.assignments), _by_key(parse_unit_file(name, wanted).assignments)
-    keys = [key for key in dict.fromkeys([*here, *there]) if _values(here, key) != _values(there, key)]
+    keys = [
+        key for key in dict.fromkeys([*here, *there]) if _values(here, key) != _values(there, key)
+    ]
     for key in keys:
         ours, theirs = here.get(key, []), there.get(key, [])
         has = _shown_all(ours) or "nothing"
@@ -356,9 +357,7 @@ def _drop_ins(
                 continue
             yield _drop_in(file, change, mine, _beaten_by(change, every, order))
         if not own and not same and (file.data.strip() or file.ignored):
-            yield _finding(
-                "drop-in", file.path, "applies, and sets nothing", basis=[file.sha256]
-            )
+            yield _finding("drop-in", file.path, "applies, and sets nothing", basis=[file.sha256])
     names = {file.path.rpartition("/")[2]: file for file in facts.drop_ins}
     for lost in facts.hidden:
         winner = names[lost.path.rpartition("/")[2]]
@@ -403,9 +402,7 @@ def _drop_in(
     )
 
 
-def _beaten_by(
-    change: Change, every: Sequence[Change], order: Sequence[str]
-) -> list[Assignment]:
+def _beaten_by(change: Change, every: Sequence[Change], order: Sequence[str]) -> list[Assignment]:
     """The first assignment of each later file that takes this change's say away."""
     by = set(change.by)
     after = order[order.index(change.path) + 1 :]

@@ -340,7 +340,9 @@ class _Reader:
         seen: dict[str, list[tuple[str, str, float]]] = {}
         for asked, path, target, changed in self._look([*fragments, *folders]):
             seen.setdefault(asked, []).append((path, target, changed))
-        at_path = {path: (target, changed) for each in seen.values() for path, target, changed in each}
+        at_path = {
+            path: (target, changed) for each in seen.values() for path, target, changed in each
+        }
         fragment = next((path for path in fragments if path in seen), None)
         if fragment is None and loaded.fragment in at_path:
             fragment = loaded.fragment

@@ -38,8 +38,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9:_.\\@-]{1,247}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # Keys that gather: each assignment adds, an empty one empties the list.
-_LISTS: Final = frozenset(
-    """
+_LISTS_TEXT: Final = """
     ExecCondition ExecStartPre ExecStart ExecStartPost ExecReload ExecStop ExecStopPost
     Environment EnvironmentFile PassEnvironment UnsetEnvironment
     SuccessExitStatus RestartPreventExitStatus RestartForceExitStatus Sockets OpenFile
@@ -53,15 +52,14 @@ _LISTS: Final = frozenset(
     CacheDirectory LogsDirectory ConfigurationDirectory LogExtraFields IODeviceWeight
     IOReadBandwidthMax IOWriteBandwidthMax IOReadIOPSMax IOWriteIOPSMax CPUAffinity NUMAMask
     DisableControllers LogFilterPatterns Documentation RequiresMountsFor WantsMountsFor
-    """.split()
-)
+"""
+_LISTS: Final = frozenset(_LISTS_TEXT.split())
 # Dependencies gather too, and cannot be emptied by a drop-in (systemd.unit(5)).
-_DEPENDENCIES: Final = frozenset(
-    """
+_DEPENDENCIES_TEXT: Final = """
     Wants Requires Requisite BindsTo PartOf Upholds Conflicts Before After OnFailure OnSuccess
     PropagatesReloadTo ReloadPropagatedFrom PropagatesStopTo StopPropagatedFrom JoinsNamespaceOf
-    """.split()
-)
+"""
+_DEPENDENCIES: Final = frozenset(_DEPENDENCIES_TEXT.split())
 _CONDITION: Final = re.compile(r"(Condition|Assert)[A-Z]\w*")
 
 
@@ -136,9 +134,7 @@ def unit_name(name: str) -> str:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def parse_unit_file(
-    path: str, data: bytes, *, target: str = "", changed: float = 0.0
-) -> UnitFile:
+def parse_unit_file(path: str, data: bytes, *, target: str = "", changed: float = 0.0) -> UnitFile:
     """Read a unit file or drop-in; what systemd ignores is kept with the reason."""
     assignments: list[Assignment] = []
     ignored: list[tuple[int, str]] = []
@@ -518,8 +514,7 @@ def _effect(
         # A variable is its own subject: two files may set different ones side by side.
         named = dict.fromkeys(word.partition("=")[0] for word in split_words(assignment.value))
         return [
-            (variables + word, list(held.get(variables + word, ())), [assignment])
-            for word in named
+            (variables + word, list(held.get(variables + word, ())), [assignment]) for word in named
         ]
     if assignment.key in ("Environment", "UnsetEnvironment"):
         touched = [s for s in held if s.startswith(variables) and held[s]]

@@ -57,6 +57,7 @@ _BEFORE_THE_PROGRAM: Final = {
 }  # fmt: skip
 _EXITED: Final = 1
 _CODES: Final = {"exited": 1, "killed": 2, "dumped": 3}
+_RESULT: Final = re.compile(r"Failed with result|Start request repeated|Failed to start ")
 _CHECKS: Final = ("ExecCondition", "ExecStartPre")
 
 
@@ -123,8 +124,10 @@ def read_journal(
     """
     which = "--user-unit" if user else "--unit"
     done = host.run(
-        [*become, "journalctl", f"{which}={unit}", "--boot", "--no-pager", "--quiet"]
-        + ["--output=json", f"--output-fields={_FIELDS}", f"--lines={_RECORDS}"],
+        [
+            *(*become, "journalctl", f"{which}={unit}", "--boot", "--no-pager", "--quiet"),
+            *("--output=json", f"--output-fields={_FIELDS}", f"--lines={_RECORDS}"),
+        ],
         name="unit-journal",
         deadline_s=30.0,
         check=False,
@@ -242,9 +245,7 @@ def _fault(
         )
     if ending is None:
         if loaded.result == "exec-condition":
-            return answer(
-                "PREFLIGHT REFUSAL", "its ExecCondition= is not met", _of_unit(journal)
-            )
+            return answer("PREFLIGHT REFUSAL", "its ExecCondition= is not met", _of_unit(journal))
         if looping:
             return answer("BOOT LOOP", "it ends by itself, without a failure", _of_unit(journal))
         return answer("UNKNOWN", f"its result is {loaded.result}", _of_manager(journal))
@@ -341,15 +342,13 @@ def _of_unit(journal: Sequence[JournalLine]) -> tuple[str, ...]:
     if not spoken:
         return ()
     last = spoken[-1].invocation
-    return tuple(
-        one_line(line.message) for line in spoken if line.invocation == last
-    )[-_QUOTED:]
+    return tuple(one_line(line.message) for line in spoken if line.invocation == last)[-_QUOTED:]
 
 
 def _of_manager(journal: Sequence[JournalLine]) -> tuple[str, ...]:
     """What systemd last complained of, with the file and line of a setting."""
     told = [line for line in journal if line.manager and line.priority <= 4 and not line.code]
-    settings = [line for line in told if line.config or "Failed" not in line.message] or told
+    settings = [line for line in told if not _RESULT.search(line.message)] or told
     return tuple(
         one_line(f"{line.config + ': ' if line.config else ''}{line.message}")
         for line in settings[-_QUOTED:]

@@ -1,4 +1,4 @@
-"""The drop-in trap on a real systemd: each foreign drop-in is named with what it beats, and refused.
+"""The drop-in trap on a real systemd: each foreign drop-in is named with what it beats.
 
 Who really wins is asked of the running process itself, never of the code under test.
 """
@@ -81,7 +81,7 @@ def process(units: Units) -> tuple[list[str], dict[str, str]]:
 
 
 def state(units: Units) -> str:
-    """Everything a look must leave alone: every byte and time below the folders, and the process."""
+    """What a look must leave alone: every byte and time below the folders, and the process."""
     return units.run(
         "sh",
         "-c",
@@ -211,7 +211,9 @@ def test_a_file_that_was_changed_back_in_time_is_seen_though_systemd_does_not(
     assert lines["Service.Environment SHAPE_FILE"] == (FRAGMENT, 6)
 
     # Against the checkout the file itself is named, key by key.
-    named = {f.key: f.line for f in drift(units.host, UNIT, checkout=checkout()) if f.kind == "unit-file"}
+    named = {
+        f.key: f.line for f in drift(units.host, UNIT, checkout=checkout()) if f.kind == "unit-file"
+    }
     assert named == {"Service.ExecStart": 8, "Service.Environment": 6}
 
 
@@ -284,7 +286,9 @@ def test_an_environment_file_that_changed_under_the_process_and_goes_over_enviro
 def test_a_script_that_becomes_the_server_is_not_drift_until_it_cannot_be_told(
     units: Units,
 ) -> None:
-    script = units.write("/srv/serve.sh", "#!/bin/sh\nexport SHAPE=set-by-script\nexec sleep 100007\n")
+    script = units.write(
+        "/srv/serve.sh", "#!/bin/sh\nexport SHAPE=set-by-script\nexec sleep 100007\n"
+    )
     units.run("chmod", "0755", script)
     text = CHECKOUT.replace("/bin/sleep 100001", script)
     units.write(PRODUCTION, text)

@@ -46,7 +46,7 @@ def units(lab: Lab, tmp_path: Path) -> Iterator[Units]:
         units.clean()
 
 
-# -- which drop-ins apply, and in which order -------------------------------------------------------
+# -- which drop-ins apply, and in which order ------------------------------------------------------
 
 NAMES = (
     "plain.service",
@@ -122,10 +122,12 @@ def test_drop_ins_of_an_alias_apply_too(units: Units) -> None:
     assert len(facts.drop_ins) == 2
 
 
-# -- what files say ---------------------------------------------------------------------------------
+# -- what files say --------------------------------------------------------------------------------
 
 WORD = st.text(
-    alphabet=st.sampled_from([*"abcXYZ019_.,:/=+-@#;", "\u00e9", "\u20ac", " ", "\t", "'", '"', "\\"]),
+    alphabet=st.sampled_from(
+        [*"abcXYZ019_.,:/=+-@#;", "\u00e9", "\u20ac", " ", "\t", "'", '"', "\\"]
+    ),
     max_size=12,
 )
 ESCAPED = st.sampled_from(
@@ -179,7 +181,9 @@ def test_environment_and_commands_are_those_that_systemd_reads(
 
 
 def commands(facts: UnitFacts, key: str) -> list[list[str]]:
-    found = [c for a in live(facts.files).get(f"Service.{key}", ()) for c in split_commands(a.value)]
+    found = [
+        c for a in live(facts.files).get(f"Service.{key}", ()) for c in split_commands(a.value)
+    ]
     return [[one_of(word, facts.unit) for word in command.argv] for command in found]
 
 
@@ -191,8 +195,8 @@ def one_of(word: str, unit: str) -> str:
 
 
 ENV_PIECE = st.sampled_from(
-    ["A", "B", "C_1", "1BAD", "=", "=", "=", " ", "\t", "\n", "\n", "'", '"', "\\", "\\\n", "#", ";",
-     "value", "two words", "$x", "`", "\u00e9", "\r\n", "export "]
+    ["A", "B", "C_1", "1BAD", "=", "=", "=", " ", "\t", "\n", "\n", "'", '"', "\\", "\\\n", "#",
+     ";", "value", "two words", "$x", "`", "\u00e9", "\r\n", "export "]
 )  # fmt: skip
 ENV_FILE = st.lists(ENV_PIECE, max_size=24).map(lambda parts: "".join(parts) + "\nEND=1\n")
 
@@ -222,7 +226,9 @@ def test_environment_files_say_what_a_process_gets(
         if got is None:
             continue
         pairs = dict(word.split("=", 1) for word in got.decode().split("\0") if word)
-        own = {k: v for k, v in pairs.items() if k in {"A", "B", "C_1", "END", "AB", "BA"} | set(mine)}
+        own = {
+            k: v for k, v in pairs.items() if k in {"A", "B", "C_1", "END", "AB", "BA"} | set(mine)
+        }
         assert mine == own, repr(text)
         told += 1
     assert told > len(texts) // 2

@@ -108,7 +108,9 @@ def test_conditions_are_refusals_too(units: Units, start: Callable[..., str]) ->
     told = why(units.host, name)
     assert told.cause == "PREFLIGHT REFUSAL"
     assert "ConditionPathExists=/no/such/payload is not met" in told.said
-    name = start("ExecCondition=/bin/sh -c 'echo not on this card; exit 1'\nExecStart=/bin/sleep 9\n")
+    name = start(
+        "ExecCondition=/bin/sh -c 'echo not on this card; exit 1'\nExecStart=/bin/sleep 9\n"
+    )
     told = why(units.host, name)
     assert told.cause == "PREFLIGHT REFUSAL"
     assert told.lines == ("not on this card",)
@@ -218,7 +220,9 @@ def test_what_runs_and_what_was_stopped(units: Units, start: Callable[..., str])
 def test_the_command_quotes_escaped_lines(
     units: Units, lab: Lab, start: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evil = r"ExecStartPre=/bin/sh -c 'printf \"\\\\033[2Jred\\\\033[0m \\\\342\\\\200\\\\256abc\\\\n\"; exit 1'"
+    # systemd halves the backslashes, printf takes the rest: an escape, and a bidi override.
+    said = r"\\033[2Jred\\033[0m \\342\\200\\256abc"
+    evil = f"ExecStartPre=/usr/bin/printf '{said}'\nExecStartPre=/bin/false"
     name = start(f"{evil}\nExecStart=/bin/sleep 9\n", until=failed(units))
     words = ["unit", "why", name, "--host", f"root@{lab.address('alpha')}"]
     words += ["--key", str(lab.key), "--known-hosts", str(lab.known_hosts)]

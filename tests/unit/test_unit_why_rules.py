@@ -45,7 +45,12 @@ def test_without_a_journal_systemds_own_record_decides() -> None:
 
 @pytest.mark.parametrize(
     ("result", "words"),
-    [("watchdog", "watchdog"), ("timeout", "in time"), ("oom-kill", "memory"), ("protocol", "ready")],
+    [
+        ("watchdog", "watchdog"),
+        ("timeout", "in time"),
+        ("oom-kill", "memory"),
+        ("protocol", "ready"),
+    ],
 )
 def test_a_crash_says_which_kind(result: str, words: str) -> None:
     told = explain(loaded(result=result, commands=command(2, 9)), [], now_us=NOW)
@@ -91,7 +96,9 @@ def test_other_words_each_time_are_no_refusal() -> None:
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 _KEYS = st.sampled_from(
