@@ -66,7 +66,14 @@ class Units:
         """Stop and remove everything."""
         if self._started:
             self.run("systemctl", "stop", *dict.fromkeys(self._started), check=False)
-        script = 'for f; do rm -f -- "$f"; rmdir -p -- "$(dirname "$f")" 2>/dev/null; done; :'
+        # Of folders only those for drop-ins: systemd itself needs /run/systemd/system.
+        script = """
+for f; do
+  rm -f -- "$f"
+  case ${f%/*} in *.d) rmdir -- "${f%/*}" 2>/dev/null;; esac
+done
+:
+"""
         for at in range(0, len(self._written), 200):
             self.run("sh", "-c", script, "sh", *self._written[at : at + 200])
         self.run("systemctl", "daemon-reload")
