@@ -49,7 +49,7 @@ COMMANDS = {
     "smoke": "does an arm come up? start, ask, stop; counted nowhere",
     "status": "the facts of a campaign, what they mean, the exact next command",
     "stub": "the embedded stub server",
-    "unit": "a service under systemd: drift, why it does not run, verify a checklist",
+    "unit": "a service under systemd: drift, why it does not run, verify, rollback a window",
     "watchdog": "one look at a campaign for a timer: alert, recover a stopped chain once",
     "window-cap": "may this lane open another window? 0 ALLOW, 2 REFUSE",
     "windows": "list the windows of a campaign",

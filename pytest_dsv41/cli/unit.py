@@ -1,4 +1,8 @@
-"""`dsv41 unit drift|why|verify UNIT`: one service under systemd, looked at and never touched."""
+"""`dsv41 unit …`: one service under systemd.
+
+`drift`, `why` and `verify` look at it and never touch it; `rollback` brings it back to what it was
+before a window, from the window's folder.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ if TYPE_CHECKING:
 
 HELP = (
     "A service under systemd, looked at and never touched: drift (0 clean, 2 drift), why it does "
-    "not run (0 nothing is wrong, 2 a cause), verify a checklist (0 all hold, 2 one does not)."
+    "not run (0 nothing is wrong, 2 a cause), verify a checklist (0 all hold, 2 one does not). And "
+    "rollback to what it was before a window (0 as captured, 13 refused, 20 down, 21 alert)."
 )
 
 
@@ -66,6 +71,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     _common(verify)
     verify.add_argument("--checklist", type=Path, required=True, metavar="FILE")
+    rollback = acts.add_parser(
+        "rollback",
+        help="back to what it was before a window, by the window's folder alone; 0 as captured",
+        allow_abbrev=False,
+    )
+    rollback.add_argument("window", type=Path, metavar="FOLDER", help="the window's folder")
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +92,9 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at the unit."""
-    act = {"drift": _drift, "why": _why, "verify": _verify}[args.act]
+    """Look at the unit, or bring it back."""
+    acts = {"drift": _drift, "why": _why, "verify": _verify, "rollback": _rollback}
+    act = acts[args.act]
     return act(args)
 
 
@@ -185,6 +197,29 @@ def _verify(args: argparse.Namespace) -> int:
     count = f"{len(answers) - len(failed)} of {len(answers)} checks hold"
     print(f"{args.checklist.name}: {count}")
     return 2 if failed else 0
+
+
+def _rollback(args: argparse.Namespace) -> int:
+    from ..lifecycle.rollback import rollback_window
+    from ..report import write_views
+
+    folder: Path = args.window
+    done = rollback_window(folder.resolve(), say=lambda line: print(_shown(line)))
+    if done.answers is not None:
+        asked = done.answers
+        if asked.passed:
+            print(
+                f"{asked.identical} of {asked.asked} answers identical: production is as captured"
+            )
+            return 0
+        print(f"ALERT: production is as captured, and answers otherwise: {_shown(asked.reason)}")
+        return 21
+    assert done.summary is not None
+    write_views(folder)
+    print(f"restore {done.summary.restore.status}, watch {done.summary.watch.status}")
+    for alert in done.summary.alerts:
+        print(f"ALERT: {_shown(alert)}")
+    return done.summary.exit_code if done.summary.exit_code in (20, 21) else 0
 
 
 def _become(args: argparse.Namespace) -> tuple[str, ...]:

@@ -22,7 +22,10 @@ from ..archive.verify import read_checkpoints
 from ..durable import dump_json, read_json_lines, write_atomic
 from ..errors import Dsv41Error, UsageError
 from ..text import one_line
+from ..unit.memory import diff_ledgers, parse_ledger
+from ..unit.memory.ledger import DIALECTS
 from ..window.advice import read_prior
+from ..window.claims import judge_claims
 from ..window.plan import Plan
 from ..window.quality import judge_quality
 from ..window.summary import (
@@ -143,6 +146,8 @@ def finish_window(
         decisions=outcome.decisions,
         explanations={arm: tuple(text) for arm, text in outcome.explanations.items()},
         promotion=_promotion(outcome, code),
+        claims=judge_claims(plan, values),
+        ledgers=_ledgers(folder, plan, record),
         incomplete=tuple(incomplete),
         stopped=stopped,
         process_rules=asked,
@@ -465,6 +470,27 @@ def _archived(
         if definition.items() <= spread.definition.items():
             return pooled_cv(one for one in spread.windows if one.window != window_id)[0]
     return None
+
+
+def _ledgers(folder: Path, plan: Plan, record: TargetRecord) -> dict[str, tuple[str, ...]]:
+    """What each candidate's first boot ledger has other than the control's first."""
+    dialect = str(record.table.get("engine", ""))
+    if dialect not in DIALECTS:
+        return {}
+    first: dict[str, Any] = {}
+    for start in plan.starts:
+        try:
+            text = (folder / "ledger" / f"{start.name}.log").read_text("utf-8", "replace")
+        except OSError:
+            continue
+        first.setdefault(start.arm, parse_ledger(text, dialect))
+    control = first.pop(plan.window.control.name, None)
+    if control is None:
+        return {}
+    return {
+        arm: tuple(one_line(str(change)) for change in diff_ledgers(control, ledger))
+        for arm, ledger in first.items()
+    }
 
 
 def _advisory(

@@ -280,6 +280,8 @@ class WindowRun:
         target, _ = self._record.build(self.folder, self.pause, self.lease.epoch)
         self._record = dataclasses.replace(self._record, state=target.prepare())
         self._target, _ = self._record.build(self.folder, self.pause, self.lease.epoch)
+        # This one too: what production needs beside an arm is proved before production is touched.
+        self._target.check(tuple(self._arms.values()))
         self._record = dataclasses.replace(
             self._record, commit=self._target.commit(), factory=name_factory(self._factory)
         )

@@ -238,6 +238,8 @@ def _facts(summary: Summary) -> list[RenderableType]:
     ]
     if summary.pilot:
         lines.append(("A/A pilot", pilot_text(summary), ""))
+    lines += [("claim", claim.line, "") for claim in summary.claims]
+    lines += [(f"ledger {arm}", text, "") for arm, said in summary.ledgers.items() for text in said]
     lines += [("note", text, "") for text in summary.notes]
     lines += [(name, text, "") for name, said in summary.advisory.items() for text in said]
     lines.append(

@@ -19,6 +19,7 @@ from .base import (
 from .endpoints import endpoints_target
 from .local import local_target
 from .spark_pair import spark_pair_target
+from .systemd_unit import systemd_unit_target
 
 __all__ = [
     "TARGETS",
@@ -37,11 +38,13 @@ __all__ = [
     "name_class",
     "name_factory",
     "spark_pair_target",
+    "systemd_unit_target",
 ]
 
 TARGETS: dict[str, TargetFactory] = {
     "endpoints": endpoints_target,
     "local": local_target,
     "spark-pair": spark_pair_target,
+    "systemd-unit": systemd_unit_target,
 }
 """The shipped kinds. A plugin adds its own through the hook `pytest_dsv41_targets`."""

@@ -620,6 +620,15 @@ def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
         lines += ["", "what the repeats can show:"]
         for row in designs(plan, spreads):
             lines += _design_lines(row, alone=len(window.candidates) == 1)
+    if window.claims:
+        lines += ["", "claims, judged when it ends:"]
+        for claim in window.claims:
+            lines += _wrapped(
+                f"{one_line(claim.text, 2000)} ({claim.cell}, "
+                f"{claim.from_arm or window.control.name} to {claim.to_arm}: "
+                f"{claim.direction} {claim.threshold:.1%})",
+                "  ",
+            )
     registered = {MODERATED: window.advice.moderated, WIDENED: window.advice.widened_aa}
     if advice := [name for name, given in registered.items() if given]:
         lines += ["", f"advice: {', '.join(advice)}; it decides nothing"]

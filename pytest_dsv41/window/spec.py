@@ -43,6 +43,7 @@ __all__ = [
     "AdviceUse",
     "Arm",
     "CellUse",
+    "ClaimUse",
     "IdenticalUse",
     "Limits",
     "PilotUse",
@@ -133,6 +134,7 @@ _Fraction = Annotated[float, AfterValidator(_fraction)]
 Kind = Literal["candidate", "report", "admission"]
 Profile = Literal["single", "multi"]
 Role = Literal["control", "candidate"]
+Direction = Literal["up", "down", "flat"]
 
 
 # -- what the window has, once it is checked ------------------------------------------------------
@@ -179,6 +181,22 @@ class CellUse(_Frozen):
     estimated_s: float | None = None
     sampling: dict[str, Any] | None = None
     expect_identical: IdenticalUse | None = None
+
+
+class ClaimUse(_Frozen):
+    """What the window is said to show: how a metric changes from one arm to another.
+
+    Empty `metric`: the cell's primary. Empty `from_arm`: the control. `threshold` is a fraction;
+    `up` and `down` are by at least that, `flat` is by no more, whichever way.
+    """
+
+    text: str
+    cell: str
+    metric: str = ""
+    from_arm: str = ""
+    to_arm: str
+    direction: Direction
+    threshold: float
 
 
 class QualityUse(_Frozen):
@@ -277,6 +295,7 @@ class WindowSpec(_Frozen):
     limits: Limits
     advice: AdviceUse = AdviceUse()
     quality: tuple[QualityUse, ...] = ()
+    claims: tuple[ClaimUse, ...] = ()
     pilot: PilotUse | None = None
     target: TargetTable
     seed: int | None
@@ -409,6 +428,16 @@ class _Cell(_Table):
     expect_identical: _Folder | None = None
 
 
+class _Claim(_Table):
+    text: _Text
+    cell: _Name
+    metric: str = ""
+    from_arm: str = ""
+    to_arm: str
+    direction: Direction
+    threshold: _Fraction
+
+
 # Keys and types are those of `Sampling`; left out, a key keeps the cell's own value.
 _SAMPLING_FIELDS: dict[str, Any] = {
     name: (hint | None, None) for name, hint in get_type_hints(Sampling).items()
@@ -430,7 +459,7 @@ class _Variable(_Table):
     default: str | None = None
 
 
-_TOP = ("window", "arms", "cells", "limits", "advice", "pilot", "variables", "target")
+_TOP = ("window", "arms", "cells", "claims", "limits", "advice", "pilot", "variables", "target")
 _TARGET_TOP = ("target", "variables")
 
 _WANTED = {
@@ -510,7 +539,7 @@ def load_spec(
     report_only: bool = False,
     override: str = "",
     extra_metrics: Collection[str] = (),
-    target_kinds: Collection[str] = ("local", "endpoints", "spark-pair"),
+    target_kinds: Collection[str] = ("local", "endpoints", "spark-pair", "systemd-unit"),
     environ: Mapping[str, str] | None = None,
 ) -> WindowSpec:
     """Read and check a window file, given by its path or by a shipped example's name.
@@ -647,6 +676,7 @@ class _Reader:
             self._quality(len(raw_cells) + place, use, variables)
             for place, use in enumerate(raw_quality)
         )
+        claims = self._claims(arms, cells)
         pilot = self._pilot(target.kind, [*raw_cells, *raw_quality])
         out_folder = Path(out if out is not None else window.out)
         campaign_folder = campaign if campaign is not None else window.campaign
@@ -672,6 +702,7 @@ class _Reader:
             limits=Limits(**limits.model_dump()),
             advice=AdviceUse(**advice.model_dump()),
             quality=quality,
+            claims=claims,
             pilot=pilot,
             target=target,
             seed=window.seed if seed is None else self._override_seed(seed),
@@ -756,6 +787,36 @@ class _Reader:
         if not cells:
             self._fail(("cells",), "only quality cells; at least one measured cell is needed")
         return cells, quality
+
+    def _claims(self, arms: Sequence[Arm], cells: Sequence[CellUse]) -> tuple[ClaimUse, ...]:
+        tables = self._values.get("claims", [])
+        if not isinstance(tables, list):
+            self._fail(("claims",), f"expected tables [[claims]], got {shown(tables)}")
+        if len(tables) > _MAX_TABLES:
+            self._fail(("claims",), f"{len(tables)} claims; at most {_MAX_TABLES}")
+        claims: list[ClaimUse] = []
+        names = [arm.name for arm in arms]
+        control = next(arm.name for arm in arms if arm.role == "control")
+        for position, table in enumerate(tables):
+            key: KeyPath = ("claims", position)
+            claim = _parse(_Claim, table, self._source, key)
+            known = [cell.name for cell in cells]
+            if claim.cell not in known:
+                self._fail(
+                    (*key, "cell"), f"no cell {shown(claim.cell)}{choices(claim.cell, known)}"
+                )
+            for where, arm in (("from_arm", claim.from_arm or control), ("to_arm", claim.to_arm)):
+                if arm not in names:
+                    self._fail((*key, where), f"no arm {shown(arm)}{choices(arm, names)}")
+            if claim.to_arm == (claim.from_arm or control):
+                self._fail((*key, "to_arm"), "is the arm that it is compared with")
+            if claim.metric and claim.metric not in self._metrics:
+                self._fail(
+                    (*key, "metric"),
+                    f"unknown metric {shown(claim.metric)}{choices(claim.metric, self._metrics)}",
+                )
+            claims.append(ClaimUse(**claim.model_dump()))
+        return tuple(claims)
 
     def _quality(self, position: int, use: _Quality, variables: Mapping[str, str]) -> QualityUse:
         """Read the band that a quality cell names: it is registered before the window begins."""

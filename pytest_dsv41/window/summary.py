@@ -43,6 +43,7 @@ __all__ = [
     "ArchiveUse",
     "ArmInfo",
     "CellResolution",
+    "ClaimInfo",
     "PilotInfo",
     "ProcessRules",
     "Promotion",
@@ -127,7 +128,9 @@ class WindowInfo(_Part):
 class TargetInfo(_Part):
     """The machines. A target adds fields of its own."""
 
-    kind: str = Field(description="local, endpoints, spark-pair, or a target of the user's own.")
+    kind: str = Field(
+        description="local, endpoints, spark-pair, systemd-unit, or a target of the user's own."
+    )
 
 
 class ArmInfo(_Part):
@@ -274,6 +277,39 @@ class RuleAnswer(_Part):
         return self.answer == "REFUSE"
 
 
+class ClaimInfo(_Part):
+    """A claim that was registered before the window, and what became of it. Fractions."""
+
+    text: str = Field(description="The claim in words.")
+    cell: str = Field(description="The cell that it speaks of.")
+    metric: str = Field(description="The metric that it speaks of.")
+    from_arm: str = Field(description="The arm that is compared with.")
+    to_arm: str = Field(description="The arm that is compared.")
+    direction: str = Field(
+        description="up, down (by at least the threshold), or flat (by no more, either way).",
+        examples=["up", "down", "flat"],
+    )
+    threshold: _Fraction = Field(description="The registered threshold, a fraction.")
+    answer: str = Field(
+        description="HELD, FALSIFIED, or NOT RESOLVABLE.",
+        examples=["HELD", "FALSIFIED", "NOT RESOLVABLE"],
+    )
+    reason: str = Field(description="What was seen, in one line.")
+    change: _Fraction | None = Field(
+        default=None, description="Relative change of the metric's mean; null: not known."
+    )
+    low: _Fraction | None = Field(default=None, description="Lower end of its 95 % interval.")
+    high: _Fraction | None = Field(default=None, description="Upper end of its 95 % interval.")
+
+    @property
+    def line(self) -> str:
+        """The claim and its answer, in one line."""
+        return (
+            f"{self.answer}: {self.text} ({self.cell}/{self.metric}, {self.from_arm} to "
+            f"{self.to_arm}, {self.direction} {self.threshold:.1%}): {self.reason}"
+        )
+
+
 class CellResolution(RuleAnswer):
     """The resolution filter's answer for one decision cell and candidate arm."""
 
@@ -357,6 +393,14 @@ class Summary(_Part):
         default_factory=dict, description="Candidate arm to its verdict in plain sentences."
     )
     promotion: Promotion | None = Field(default=None, description="Only for a CANDIDATE.")
+    claims: tuple[ClaimInfo, ...] = Field(
+        default=(), description="The claims that were registered, and what became of them."
+    )
+    ledgers: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict,
+        description="Candidate arm to what its boot ledger has other than the control's, one line"
+        " each; an arm without a ledger has none.",
+    )
     incomplete: tuple[str, ...] = Field(
         default=(), description="What is missing, one line each; empty for a whole window."
     )

@@ -23,7 +23,14 @@ from pytest_dsv41.engines import LlamaCpp, Radiance, Vllm
 from pytest_dsv41.errors import SpecError
 from pytest_dsv41.lifecycle.finish import EXIT_ALERT, EXIT_DOWN
 from pytest_dsv41.measure.record import replay
-from pytest_dsv41.targets import TargetContext, endpoints, local, local_target, spark_pair
+from pytest_dsv41.targets import (
+    TargetContext,
+    endpoints,
+    local,
+    local_target,
+    spark_pair,
+    systemd_unit,
+)
 from pytest_dsv41.window.verdict import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +147,12 @@ def test_every_key_of_the_targets() -> None:
         set(spark_pair._Production.model_fields),
     ]
     assert set(spark_pair._Server.model_fields) < set(spark_pair._Production.model_fields)
+    text = section("## Target `systemd-unit`")
+    tables = [set(names(part, "key")) for part in text.split("Keys of ")]
+    assert tables == [
+        set(systemd_unit._Table.model_fields),
+        set(systemd_unit._Host.model_fields),
+    ]
 
 
 def test_every_placeholder(tmp_path: Path) -> None:

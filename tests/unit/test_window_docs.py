@@ -53,6 +53,7 @@ TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[[cells]]", module._Cell),
     (QUALITY, module._Quality),
     ("[pilot]", module._Pilot),
+    ("[[claims]]", module._Claim),
     ("[limits]", module._Limits),
     ("[variables.NAME]", module._Variable),
 ]
@@ -103,6 +104,7 @@ def tables() -> dict[str, dict[str, Any]]:
         "[[cells]]": inside["cells"]["items"]["else"],
         QUALITY: inside["cells"]["items"]["then"],
         "[pilot]": inside["pilot"],
+        "[[claims]]": inside["claims"]["items"],
         "[limits]": inside["limits"],
         "[variables.NAME]": inside["variables"]["additionalProperties"],
     }

@@ -239,7 +239,7 @@ REFUSED = {
         "[limits]",
         "[limit]",
         "w.toml:24: limit: unknown key; did you mean 'limits'?; valid: window, arms, cells, "
-        "limits, advice, pilot, variables, target",
+        "claims, limits, advice, pilot, variables, target",
     ),
     "misspelt required key": (
         'lane = "DEMO"',
@@ -477,12 +477,12 @@ REFUSED = {
         'kind = "local"',
         'kind = "locl"',
         "w.toml:28: target.kind: unknown target kind 'locl'; did you mean 'local'?; "
-        "valid: local, endpoints, spark-pair",
+        "valid: local, endpoints, spark-pair, systemd-unit",
     ),
     "target without kind": (
         'kind = "local"\n',
         "",
-        "w.toml:27: target.kind: missing; valid: local, endpoints, spark-pair",
+        "w.toml:27: target.kind: missing; valid: local, endpoints, spark-pair, systemd-unit",
     ),
     "missing cell module": (
         "repeats = 3",

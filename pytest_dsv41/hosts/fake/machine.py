@@ -17,6 +17,8 @@ import psutil
 
 __all__ = ["Container", "FakeProcess", "Machine", "Service"]
 
+_PROC = ("cmdline", "cgroup", "environ")
+
 
 @dataclasses.dataclass(frozen=True)
 class Service:
@@ -51,6 +53,7 @@ class FakeProcess:
     ends_at: float | None = None
     real: int = 0
     real_started: float = 0.0
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_tmux_server(self) -> bool:
@@ -131,12 +134,14 @@ class Machine:
     def load(self, path: str) -> bytes | None:
         """Return the file's bytes, or None; what /proc says of a process too."""
         head, _, tail = path.removeprefix("/proc/").partition("/")
-        if path.startswith("/proc/") and head.isdigit() and tail in ("cmdline", "cgroup"):
+        if path.startswith("/proc/") and head.isdigit() and tail in _PROC:
             process = self.processes.get(int(head))
             if process is None:
                 return None
             if tail == "cgroup":
                 return f"0::/user.slice/{process.scope or 'session-1.scope'}\n".encode()
+            if tail == "environ":
+                return "".join(f"{name}={value}\0" for name, value in process.env.items()).encode()
             return "".join(f"{word}\0" for word in process.argv).encode()
         text = self.files.get(path)
         return None if text is None else text.encode("latin-1")
@@ -172,6 +177,7 @@ class Machine:
             gpu=service.gpu and self.gpu,
             listens_at=self.now + service.ready_s,
             ends_at=None if service.lives_s is None else self.now + service.lives_s,
+            env=dict(env or {}),
         )
         self.next_pid += 1
         if service.real:

@@ -1,0 +1,946 @@
+"""Target `systemd-unit`: one unit of one host serves, and the arms are changes of its environment.
+
+Production is the unit in its own shape. A start writes a variant of the unit's environment file and
+a drop-in in /run that sorts after every other and names it, reloads systemd, restarts the unit,
+waits until it is healthy, and proves that what runs is the arm. Ending a start stops the unit, and
+takes both files away again when they are proved to be this window's. Neither outlives a reboot: a
+host that comes up again serves production's own shape, and is only verified.
+
+Production is DOWN whenever the unit does not serve its own shape: also while it serves an arm.
+What restoring must bring back is the shape: environment file, drop-ins, unit file, the main
+process's argv and environment, and what its boot ledger says; all must be equal.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..durable import append_json_line, dump_json, read_json_lines, write_atomic
+from ..errors import (
+    CommandFailed,
+    Dsv41Error,
+    MeasurementRefused,
+    RefusedByWorld,
+    SpecError,
+    StartFailed,
+    TransportError,
+    UsageError,
+    WindowStopped,
+)
+from ..hosts import CommandLog, Fence, Host, LocalHost, Placeholder, Probe
+from ..hosts.fake import FakeHost, FakeWorld
+from ..hosts.local import boottime
+from ..hosts.quiet import spark_quiet
+from ..hosts.sudo import SudoHost
+from ..measure import Endpoint
+from ..text import one_line
+from ..unit.drift import drift, load_checkout, unregistered
+from ..unit.envfile import check_changes, variant
+from ..unit.live import LiveUnit, UnitState
+from ..unit.masking import masked_argv
+from ..unit.memory import Ledger
+from ..unit.proof import Expected, mismatches
+from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
+from .filling import fill
+
+__all__ = ["STARTS", "SystemdUnitTarget", "systemd_unit_target"]
+
+STARTS: Final = "unit.jsonl"
+"""What each start wrote and what it was proved to be, in the window's folder."""
+_MARK: Final = "DSV41_UNIT_START"
+_DROP_IN: Final = "zzzz-dsv41.conf"
+_HEADER: Final = "dsv41 start of window "
+_POLL_S: Final = 0.2
+_DEADLINE_S: Final = 30.0
+_UNIT: Final = r"^[A-Za-z0-9:_.@\\-]{1,200}\.service$"
+_OF_A_START: Final = frozenset(
+    {
+        *("INVOCATION_ID", "JOURNAL_STREAM", "SYSTEMD_EXEC_PID", "MAINPID", "WATCHDOG_PID"),
+        *("NOTIFY_SOCKET", "MEMORY_PRESSURE_WATCH", "MEMORY_PRESSURE_WRITE", "WATCHDOG_USEC"),
+        *("CREDENTIALS_DIRECTORY", _MARK),
+    }
+)
+"""What systemd gives each start anew, and our own mark: no part of a shape."""
+# What a card or an allocator decides anew at every boot; all other facts follow from the shape.
+_OF_A_BOOT: Final = frozenset(
+    {"settled free", "unclaimed", "not accounted", "weights pool free", "mover took"}
+)
+
+
+class _Host(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(default="host", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    address: str = ""
+    user: str | None = None
+    port: int = Field(default=22, ge=1, le=65535)
+    key: str = ""
+    known_hosts: str = ""
+    connect_s: float = Field(default=5.0, gt=0)
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: Literal["systemd-unit"] = "systemd-unit"
+    engine: str = "llamacpp"
+    model: str = Field(min_length=1)
+    commit: str = Field(default="", pattern="^([0-9a-f]{40})?$")
+    unit: str = Field(pattern=_UNIT)
+    manager: Literal["system", "user"] = "system"
+    sudo: bool = False
+    env_file: str = Field(pattern="^/[^\\s\"'%\\\\$]+$")
+    env_var: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")
+    runtime: Literal["process", "podman"] = "process"
+    container: str = ""
+    port: int = Field(ge=1, le=65535)
+    url: str = ""
+    health: tuple[str, ...] = ()
+    payloads: dict[str, str] = Field(default_factory=dict)
+    checkout: str = ""
+    registered_drift: tuple[str, ...] = ()
+    hold: str = Field(default="/var/lib/dsv41/HOLD", pattern="^/")
+    label: str = ""
+    world: str = ""
+    host: _Host | None = None
+
+
+def systemd_unit_target(table: Mapping[str, Any], context: TargetContext) -> SystemdUnitTarget:
+    """Build the target of `kind = "systemd-unit"`; the host is not asked anything yet.
+
+    Raises:
+        SpecError: a key is unknown, missing, or of the wrong type.
+    """
+    try:
+        return SystemdUnitTarget(_Table.model_validate(dict(table)), context)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "target"
+        valid = ", ".join(_Table.model_fields)
+        raise SpecError(f"target.{key}: {first['msg']}; keys of target: {valid}") from error
+
+
+class SystemdUnitTarget:
+    """One unit on this machine or on one over ssh; see the module."""
+
+    holds = True
+    ephemeral = False
+    chains = False
+    """A chain leaves production down between windows; an enabled unit would not stay so."""
+
+    def __init__(self, table: _Table, context: TargetContext) -> None:
+        self._table = table
+        self._context = context
+        self._engine = known_engine(table.engine)
+        if table.runtime == "podman" and not table.container:
+            raise SpecError("target.container: missing; runtime podman needs the container's name")
+        if table.sudo and table.manager == "user":
+            raise SpecError('target.sudo: a unit of manager "user" needs none')
+        for path, sha256 in table.payloads.items():
+            if not path.startswith("/") or not re.fullmatch("([0-9a-f]{64})?", sha256):
+                raise SpecError(
+                    f"target.payloads.{one_line(path, 120)}: valid: an absolute path, and its "
+                    "sha256 (64 hex digits) or nothing"
+                )
+        self._login = self._host(context.log)
+        self._root: Host = SudoHost(self._login) if table.sudo else self._login
+        self._fence: Fence | None = None
+        if context.epoch:
+            self._fence = Fence.beside(table.hold, context.epoch, str(context.campaign))
+        self._unit = LiveUnit(
+            self._root,
+            table.unit,
+            login=self._login,
+            user=table.manager == "user",
+            container=table.container if table.runtime == "podman" else "",
+            dialect=table.engine,
+            fence=self._fence,
+            pause=context.pause,
+        )
+        self._alive: dict[str, tuple[UnitState, str]] = {}
+        self._arms: tuple[Arm, ...] = ()
+        self._runtime_folder = "/run" if table.manager == "system" else ""
+
+    def _host(self, log: CommandLog) -> Host:
+        where = self._table.host
+        if self._table.world:
+            world = FakeWorld(self._context.base / self._table.world)
+            return FakeHost(world, where.name if where else world.names()[0], log)
+        if where is None:
+            return LocalHost(log, self._context.pause)
+        if not where.address:
+            raise SpecError("target.host.address: missing; valid: a name or an address")
+        try:
+            from ..hosts.ssh import SshHost
+        except ImportError as error:
+            raise SpecError(
+                "target.host: a host over ssh is reached by paramiko, which is not installed: "
+                "pip install 'pytest-dsv41[ssh]'"
+            ) from error
+        return SshHost(
+            where.name,
+            where.address,
+            log,
+            port=where.port,
+            user=where.user,
+            key=self._path(where.key),
+            known_hosts=self._path(where.known_hosts),
+            connect_s=where.connect_s,
+        )
+
+    def _path(self, written: str) -> Path | None:
+        return self._context.base / Path(written).expanduser() if written else None
+
+    # -- what is said beforehand -------------------------------------------------------------------
+
+    def check(self, arms: Sequence[Arm]) -> None:
+        """An arm is its `env`, no two are the same, and its `settings` say what it must show."""
+        seen: dict[str, str] = {}
+        for arm in arms:
+            if arm.args:
+                raise SpecError(
+                    f"arms.{arm.name}.args: an arm of target systemd-unit is changes of the "
+                    "unit's environment file: write them in env"
+                )
+            try:
+                check_changes(arm.env, f"arms.{arm.name}.env")
+            except UsageError as error:
+                raise SpecError(str(error)) from None
+            Expected.of(arm.settings, f"arms.{arm.name}.settings")
+            other = seen.setdefault(dump_json(dict(arm.env)), arm.name)
+            if other != arm.name:
+                raise SpecError(
+                    f"arms.{arm.name}.env: the same as that of arm {other}; they would be one arm"
+                )
+        self._arms = tuple(arms)
+
+    def prepare(self) -> dict[str, Any]:
+        """Nothing is chosen: unit, files and port are the table's."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """Unit, files, port, engine and model."""
+        table = self._table
+        return {
+            "kind": "systemd-unit",
+            "engine": table.engine,
+            "model": table.model,
+            "unit": table.unit,
+            "manager": table.manager,
+            "env_file": table.env_file,
+            "env_var": table.env_var,
+            "runtime": table.runtime,
+            "container": table.container,
+            "port": table.port,
+        }
+
+    def commit(self) -> str:
+        """`target.commit`, or the sha1 of the production definition."""
+        if self._table.commit:
+            return self._table.commit
+        digest = hashlib.sha1(dump_json(self.describe()).encode(), usedforsecurity=False)
+        return digest.hexdigest()
+
+    def hosts(self) -> tuple[Host, ...]:
+        """The unit's host."""
+        return (self._login,)
+
+    def identities(self) -> dict[str, str]:
+        """The host's boot."""
+        return {self._login.name: self._login.identity()}
+
+    def hold_sites(self) -> tuple[HoldSite, ...]:
+        """`target.hold` on the unit's host."""
+        return (self._context.hold_site(self._login, self._table.hold),)
+
+    def placeholders_up(self, owner: str) -> None:
+        """There is no chain."""
+
+    def placeholders(self, owner: str) -> dict[str, Placeholder]:  # noqa: ARG002
+        """There is no chain."""
+        return {}
+
+    def placeholders_down(self, owner: str) -> list[str]:  # noqa: ARG002
+        """There is no chain."""
+        return []
+
+    # -- production --------------------------------------------------------------------------------
+
+    def production(self) -> Endpoint:
+        """Where the unit answers, by the declared model's name."""
+        return Endpoint(url=self._url, engine=self._table.engine, model=self._table.model)
+
+    def probe(self) -> ProbeResult:
+        """UP when the unit is active, healthy, and in its own shape; DOWN when it is not serving.
+
+        A healthy unit that serves an arm is DOWN: production is what is not served.
+        """
+        try:
+            unit = self._unit.look()
+            experiment = self._experiment(unit)
+            if experiment:
+                return ProbeResult(Probe.DOWN, experiment)
+            healthy, said = self._healthy()
+            port = Probe.UP if healthy else self._login.port(self._table.port)
+        except (Dsv41Error, OSError) as error:
+            return ProbeResult(Probe.UNKNOWN, one_line(str(error)))
+        name = self._table.unit
+        if healthy and unit.serving:
+            return ProbeResult(Probe.UP, f"{name} is active, {self._url} is healthy")
+        if healthy:
+            return ProbeResult(
+                Probe.UNKNOWN, f"{self._url} answers, and {name} is {unit.active}: who serves?"
+            )
+        if port is Probe.DOWN:
+            return ProbeResult(
+                Probe.DOWN, f"{name} is {unit.active}, nothing listens on {self._table.port}"
+            )
+        return ProbeResult(
+            Probe.UNKNOWN, f"{name} is {unit.active}, not healthy ({said}), port {port.value}"
+        )
+
+    def capture(self) -> dict[str, Any]:
+        """The unit's shape, which must be undrifted, and the payloads that it and the arms name."""
+        unit = self._unit.look()
+        if unit.load != "loaded":
+            raise RefusedByWorld(f"{self._table.unit} is {unit.load} on {self._login.name}")
+        for path in unit.drop_ins:
+            if PurePosixPath(path).name >= _DROP_IN:
+                raise RefusedByWorld(
+                    f"{path}: it sorts after {_DROP_IN}, so no arm could be given over it"
+                )
+        if self._root.read(self._drop_in) is not None:
+            raise RefusedByWorld(
+                f"{self._drop_in}: a drop-in of a window's start lies there: "
+                f"{self._whose(self._root.read(self._drop_in))}"
+            )
+        try:
+            models = self._engine.models(self._url)
+        except MeasurementRefused as error:
+            raise RefusedByWorld(str(error)) from error
+        if self._table.model not in models:
+            raise RefusedByWorld(
+                f"{self._url}/v1/models lists {one_line(', '.join(models))}, "
+                f"target.model is {one_line(self._table.model)}"
+            )
+        shape = self._shape(unit, keep_bytes=True)
+        if shape["env_file"] is None:
+            raise RefusedByWorld(f"{self._login.name}:{self._table.env_file}: no such file")
+        if not shape["argv"]:
+            raise RefusedByWorld(f"{self._table.unit} has no main process that can be seen")
+        self._undrifted()
+        self._named_by_arms(base64.b64decode(shape["env_file"]["base64"]))
+        return {**shape, "definition": self.describe(), "payloads": self._payloads()}
+
+    def stop_production(self) -> None:
+        """Prove that the capture can bring the unit back, and stop it."""
+        self._captured()
+        self._unit.stop("production-stop", self._limit("stop_s", 60.0))
+
+    def start_production(self) -> None:
+        """Bring the unit back in its own shape, wait for it, and hold it against the capture.
+
+        A unit that came up by itself, after a reboot, is left running where it is as captured.
+        """
+        name = "production-start"
+        live = self.live_experiments()
+        if live:
+            raise StartFailed(f"{name}: {live[0]}")
+        captured = None
+        with contextlib.suppress(RefusedByWorld):
+            captured = self._captured()
+        written = captured is not None and self._put_env_file_back(captured)
+        unit = self._unit.look()
+        begun = unit.down or written
+        if captured is not None:
+            begun = begun or list(self._unit.argv(unit)) != captured["argv"]
+        try:
+            if begun:
+                self._begin(name)
+            self._wait(name, unit, strict=False)
+            apart = self._apart(captured) if captured is not None else []
+            if captured is not None and apart and not begun:
+                self._begin(name)
+                self._wait(name, unit, strict=False)
+                apart = self._apart(captured)
+        except (CommandFailed, TransportError) as error:
+            raise StartFailed(f"{name}: {error}") from error
+        if apart:
+            raise StartFailed(f"{name}: {self._table.unit} is not as captured: {apart[0]}")
+
+    def end_production(self) -> None:
+        """The unit serves always: nothing."""
+
+    def _begin(self, name: str) -> None:
+        """Reload, and start the unit in its own shape.
+
+        A refused reload is no reason to leave production down, as long as what systemd has loaded
+        is nothing of ours.
+        """
+        self._unit.reload(name, check=False)
+        unit = self._unit.look()
+        if self._drop_in in unit.drop_ins:
+            raise StartFailed(
+                f"{name}: systemd still has {self._drop_in} loaded, and refuses to reload"
+            )
+        self._unit.restart(name)
+
+    # -- arms --------------------------------------------------------------------------------------
+
+    def start_arm(self, start: str, arm: Arm) -> Started:
+        """Start the unit as `arm`, and prove that it is.
+
+        Raises:
+            StartFailed: it did not come up, or systemd refused; the unit is stopped.
+            WindowStopped: it came up and is not what the arm says; the unit is stopped.
+        """
+        name = f"{start}-start"
+        captured = self._captured()
+        try:
+            self._write_start(name, start, arm, captured)
+            self._unit.reload(name)
+            unit = self._unit.look()
+            expected = {*captured["drop_ins"], self._drop_in}
+            if unit.drop_ins[-1:] != (self._drop_in,) or set(unit.drop_ins) != expected:
+                strange = [path for path in unit.drop_ins if path not in expected]
+                what = f"{strange[0]} came meanwhile" if strange else "ours is not the last"
+                raise WindowStopped(f"{name}: the drop-ins of {self._table.unit}: {what}")
+            self._unit.restart(name)
+            unit = self._wait(name, unit, strict=True)
+            self._prove(start, arm, unit)
+            model = Expected.of(arm.settings, "").model or self._table.model
+            endpoint = Endpoint(url=self._url, engine=self._table.engine, model=model)
+            return Started(endpoint, ClockCap(1, "none"))
+        except (CommandFailed, TransportError, UsageError, MeasurementRefused) as error:
+            self._undo(name)
+            raise StartFailed(f"{name}: {error}") from error
+        except BaseException:
+            self._undo(name)
+            raise
+
+    def check_arm(self, start: str) -> str | None:
+        """None while the main process of the start lives; systemd may have put another there."""
+        if start not in self._alive:
+            return f"{start} is not up"
+        began, boot = self._alive[start]
+        unit = self._unit.look()
+        if (unit.pid, unit.invocation) == (began.pid, began.invocation) and unit.serving:
+            return None
+        if self._login.identity() != boot:
+            return f"{self._login.name} was restarted during {start}"
+        what = "was started again" if unit.pid else f"is {unit.active}"
+        return f"{self._table.unit} {what} during {start}; {self._unit.last_words(began)}"
+
+    def stop_arm(self, start: str) -> None:
+        """Stop the unit, and take the start's files away."""
+        self._clear(f"{start}-stop")
+        self._alive.pop(start, None)
+
+    def stop_all(self) -> None:
+        """As `stop_arm`, whatever start of this window has left something."""
+        self._clear("stop-all")
+
+    def _undo(self, name: str) -> None:
+        """Take a failed start away; what fails here is met again by the window's close."""
+        with contextlib.suppress(Dsv41Error, OSError):
+            self._clear(f"{name}-undo")
+
+    # -- proofs ------------------------------------------------------------------------------------
+
+    def live_experiments(self) -> list[str]:
+        """The unit must not run as an arm, and no drop-in of a start may lie or be loaded."""
+        try:
+            unit = self._unit.look()
+            found = [self._experiment(unit)]
+            if self._root.read(self._drop_in) is not None:
+                found.append(f"{self._drop_in} lies there")
+        except (Dsv41Error, OSError) as error:
+            return [f"{self._login.name}: cannot tell: {one_line(str(error))}"]
+        return [line for line in found if line]
+
+    def quiet_problems(self) -> list[str]:
+        """The unit is stopped, and `spark_quiet`: GPU, containers, port, scopes of any window."""
+        problems: list[str] = []
+        try:
+            unit = self._unit.look()
+        except (Dsv41Error, OSError) as error:
+            return [f"{self._login.name}: cannot tell: {one_line(str(error))}"]
+        if not unit.down:
+            problems.append(f"{self._table.unit} is {unit.active}, not stopped")
+        ports = (self._table.port,)
+        return problems + spark_quiet(self._login, ports=ports, label=self._table.label)
+
+    def leftovers(self) -> list[str]:
+        """What lies or runs of this window's starts."""
+        left = self.live_experiments()
+        for path, sha256 in self._written():
+            data = self._root.read(path)
+            if data is not None and _sha256(data) == sha256:
+                left.append(f"{path} lies there")
+        return left
+
+    # -- for a rollback ----------------------------------------------------------------------------
+
+    def prove_rollback(self) -> list[str]:
+        """Prove what the way back needs, and say what was proved. Reads only.
+
+        Raises:
+            RefusedByWorld: the capture is damaged, or a payload is missing or another.
+        """
+        captured = self._captured()
+        payloads = self._payloads()
+        kept = captured["env_file"]
+        return [
+            f"{kept['path']}: {len(base64.b64decode(kept['base64']))} bytes, "
+            f"sha256 {kept['sha256'][:12]}",
+            *(
+                f"{path}: there{', sha256 as listed' if sha else ''}"
+                for path, sha in payloads.items()
+            ),
+        ]
+
+    def apart(self) -> list[str]:
+        """What of the unit, its files and what runs is not as captured. Reads only.
+
+        Raises:
+            RefusedByWorld: unit file or drop-ins of others changed since: no rollback undoes that.
+        """
+        live, captured = self.live_experiments(), self._captured()
+        unit = self._unit.look()
+        own = tuple(path for path in unit.drop_ins if path != self._drop_in)
+        foreign = _files_apart(captured, self._shape(dataclasses.replace(unit, drop_ins=own)))
+        if foreign:
+            raise RefusedByWorld(
+                f"{self._login.name}: {foreign[0]} since the window's capture, and not by it; "
+                "undo that first"
+            )
+        return live or self._apart(captured)
+
+    # -- inside: the unit's shape ------------------------------------------------------------------
+
+    def _shape(self, unit: UnitState, *, keep_bytes: bool = False) -> dict[str, Any]:
+        """What the unit is and runs, as JSON; values of the environment are kept as hashes."""
+        ledger = None
+        if unit.pid:
+            ledger = self._unit.ledger(self._unit.boot_log(unit))
+        return {
+            "unit": self._table.unit,
+            "fragment": {unit.fragment: self._digest(unit.fragment)} if unit.fragment else {},
+            "drop_ins": {path: self._digest(path) for path in unit.drop_ins},
+            "enabled": unit.enabled,
+            "argv": list(self._unit.argv(unit)),
+            "environment": _hashed(self._unit.environ(unit)),
+            "env_file": self._env_file(keep_bytes),
+            "ledger": None if ledger is None or ledger.missing else _kept_facts(ledger),
+        }
+
+    def _env_file(self, keep_bytes: bool) -> dict[str, str] | None:
+        path = self._table.env_file
+        data = self._root.read(path)
+        if data is None:
+            return None
+        said = self._read_command(["stat", "-L", "-c", "%a %u:%g", "--", path], "env-file")
+        mode, owner = said.split()
+        kept = {"path": path, "sha256": _sha256(data), "mode": mode, "owner": owner}
+        if keep_bytes:
+            # A link stays a link: what is written is what it leads to.
+            real = self._read_command(["readlink", "-f", "--", path], "env-file").strip()
+            kept |= {"real": real, "base64": base64.b64encode(data).decode("ascii")}
+        return kept
+
+    def _apart(self, captured: Mapping[str, Any]) -> list[str]:
+        """What of the unit's shape is not as captured, one line each."""
+        now = self._shape(self._unit.look())
+        found = _files_apart(captured, now)
+        was, is_now = captured["env_file"], now["env_file"]
+        if is_now is None or any(was[key] != is_now[key] for key in ("sha256", "mode", "owner")):
+            found.append(f"{was['path']} is not as it was")
+        if now["argv"] != captured["argv"]:
+            found.append(f"it runs {masked_argv(now['argv']) or 'nothing'}")
+        before, after = captured["environment"], now["environment"]
+        changed = [n for n in sorted({*before, *after}) if before.get(n) != after.get(n)]
+        if changed:
+            found.append(f"its environment differs in {one_line(', '.join(changed))}")
+        if captured["ledger"] is not None:
+            was_said = {(s, n): v for s, n, v in captured["ledger"]}
+            is_said = {(s, n): v for s, n, v in now["ledger"] or ()}
+            found += [
+                f"its boot ledger says {s} {n} {is_said.get((s, n))}, not {was_said.get((s, n))}"
+                for s, n in dict.fromkeys([*was_said, *is_said])
+                if was_said.get((s, n)) != is_said.get((s, n))
+            ]
+        return found
+
+    def _captured(self) -> dict[str, Any]:
+        """The window's capture, whose payload must be whole.
+
+        Raises:
+            RefusedByWorld: it cannot be read, or its bytes are not those of its sha256.
+        """
+        path = self._context.folder / "rollback.json"
+        try:
+            configuration: dict[str, Any] = json.loads(path.read_text("utf-8"))["configuration"]
+            kept = configuration["env_file"]
+            data = base64.b64decode(kept["base64"], validate=True)
+            whole = _sha256(data) == kept["sha256"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RefusedByWorld(
+                f"{path}: no capture to go back to: {one_line(str(error))}"
+            ) from error
+        if not whole:
+            raise RefusedByWorld(f"{path}: the environment file's sha256 does not fit its bytes")
+        return configuration
+
+    def _put_env_file_back(self, captured: Mapping[str, Any]) -> bool:
+        """Write the captured bytes where others lie now; those are kept in the window's folder.
+
+        Whether anything had to be written.
+        """
+        kept = captured["env_file"]
+        now = self._env_file(keep_bytes=False)
+        if now is not None and all(now[key] == kept[key] for key in ("sha256", "mode", "owner")):
+            return False
+        found = self._root.read(kept["real"])
+        if found is not None and _sha256(found) != kept["sha256"]:
+            write_atomic(self._context.folder / f"env-found-{_sha256(found)[:12]}", found)
+        self._install(kept["real"], base64.b64decode(kept["base64"]), kept["mode"], kept["owner"])
+        return True
+
+    def _undrifted(self) -> None:
+        """The unit is what its files say: a restart would start what runs now.
+
+        Raises:
+            RefusedByWorld: it is not, and that is not registered.
+        """
+        checkout = self._path(self._table.checkout)
+        findings = drift(
+            self._login,
+            self._table.unit,
+            checkout=load_checkout(checkout) if checkout else None,
+            user=self._table.manager == "user",
+            become=("sudo", "-n", "--") if self._table.sudo else (),
+        )
+        left = unregistered(findings, self._table.registered_drift)
+        if left:
+            more = f", and {len(left) - 1} more" if len(left) > 1 else ""
+            raise RefusedByWorld(
+                f"{self._table.unit} has drifted: [{left[0].id}] {left[0].kind}: {left[0]}{more}; "
+                "dsv41 unit drift says all; what is accepted goes into target.registered_drift"
+            )
+
+    def _named_by_arms(self, env_file: bytes) -> None:
+        """Every arm's variant can be written, and the paths that it names are there."""
+        for arm in self._arms:
+            try:
+                variant(env_file, arm.env, header="", where=self._table.env_file)
+            except UsageError as error:
+                raise RefusedByWorld(f"arms.{arm.name}.env: {error}") from error
+            for name, value in arm.env.items():
+                if value.startswith("/") and not self._exists(value):
+                    raise RefusedByWorld(
+                        f"arms.{arm.name}.env.{name}: {self._login.name}:{one_line(value)}: "
+                        "no such file"
+                    )
+
+    def _payloads(self) -> dict[str, str]:
+        """The table's payloads, each proved to be there and to hash."""
+        for path, sha256 in self._table.payloads.items():
+            if not self._exists(path):
+                raise RefusedByWorld(f"target.payloads: {self._login.name}:{path}: no such file")
+            if not sha256 or not (self._context.folder / "plan.json").exists():
+                continue
+            done = self._root.run(
+                ["sha256sum", "--", path], name="payload", deadline_s=self._limit("start_s", 600.0)
+            )
+            if done.stdout.split()[0].lstrip("\\") != sha256:
+                raise RefusedByWorld(
+                    f"target.payloads: {self._login.name}:{path}: its sha256 is "
+                    f"{one_line(done.stdout.split()[0], 80)}"
+                )
+        return dict(self._table.payloads)
+
+    def _exists(self, path: str) -> bool:
+        seen = self._root.run(
+            ["test", "-e", path], name="exists", deadline_s=_DEADLINE_S, check=False
+        )
+        return seen.returncode == 0
+
+    # -- inside: proofs ----------------------------------------------------------------------------
+
+    def _experiment(self, unit: UnitState) -> str:
+        """Why the unit is not in its own shape, or nothing."""
+        if not unit.down:
+            mark = self._unit.environ(unit).get(_MARK)
+            if mark is not None:
+                return f"{self._table.unit} runs as {one_line(mark)}, not as production"
+        if self._drop_in in unit.drop_ins:
+            return f"{self._table.unit} has {self._drop_in} loaded, not production's own shape"
+        return ""
+
+    def _prove(self, start: str, arm: Arm, unit: UnitState) -> None:
+        """Hold what runs against the arm, and against the starts of the other arms.
+
+        Raises:
+            WindowStopped: it is not the arm, or no other than another arm.
+        """
+        expected = Expected.of(arm.settings, f"arms.{arm.name}.settings")
+        if not expected.model:
+            expected = dataclasses.replace(expected, model=self._table.model)
+        argv, environ = self._unit.argv(unit), self._unit.environ(unit)
+        text = self._unit.boot_log(unit)
+        folder = self._context.folder / "ledger"
+        folder.mkdir(exist_ok=True)
+        write_atomic(folder / f"{start}.log", text)
+        env_file, by_name = self._variant(start), self._table.env_var
+        wanted = {_MARK: self._mark(start)}
+        wanted |= {by_name: env_file} if by_name else arm.env
+        faults = mismatches(
+            expected,
+            argv=argv,
+            environ=environ,
+            wanted_environ=wanted,
+            optional_environ=arm.env,
+            models=self._engine.models(self._url),
+            ledger=self._unit.ledger(text),
+        )
+        # The name of the file that a start was given does not make it another arm.
+        shown = [word.replace(env_file, "{env_file}") for word in argv]
+        proof: dict[str, Any] = {
+            "event": "proved",
+            "start": start,
+            "arm": arm.name,
+            "env": sorted(arm.env),
+            "argv": shown,
+            "environment": _hashed(environ),
+            "main_pid": unit.pid,
+            "invocation": unit.invocation,
+            "faults": faults,
+        }
+        if faults:
+            self._note(proof)
+            raise WindowStopped(f"{start} does not serve arm {arm.name}: {'; '.join(faults)}")
+        for other in self._records("proved"):
+            relevant = {*other["env"], *proof["env"]}
+            if other["arm"] == arm.name or other["faults"] or other["argv"] != shown:
+                continue
+            if all(other["environment"].get(n) == proof["environment"].get(n) for n in relevant):
+                raise WindowStopped(
+                    f"{start} runs with the argv and environment of {other['start']}: arms "
+                    f"{arm.name} and {other['arm']} are one"
+                )
+        self._note(proof)
+        self._alive[start] = (unit, self._login.identity())
+
+    # -- inside: files of a start ------------------------------------------------------------------
+
+    @property
+    def _drop_in(self) -> str:
+        return f"{self._run}/systemd/{self._table.manager}/{self._table.unit}.d/{_DROP_IN}"
+
+    def _variant(self, start: str) -> str:
+        return f"{self._run}/dsv41/{self._context.window_id}/{start}.env"
+
+    @property
+    def _run(self) -> str:
+        """The folder of runtime state: /run, or that of the login's user."""
+        if not self._runtime_folder:
+            uid = self._read_command(["id", "-u"], "whose").strip()
+            self._runtime_folder = f"/run/user/{uid}"
+        return self._runtime_folder
+
+    def _mark(self, start: str) -> str:
+        return f"{self._context.window_id}/{start}"
+
+    def _write_start(self, name: str, start: str, arm: Arm, captured: Mapping[str, Any]) -> None:
+        """Record what will be written, then write it: the variant, and the drop-in naming it."""
+        path = self._variant(start)
+        data = variant(
+            base64.b64decode(captured["env_file"]["base64"]),
+            arm.env,
+            header=f"{_HEADER}{self._context.window_id}, {start}",
+            where=self._table.env_file,
+        )
+        given = f"Environment={self._table.env_var}={path}"
+        lines = [
+            f"# {_HEADER}{self._context.window_id}, {start}",
+            "# Taken away when the start ends; a reboot takes it away too.",
+            "[Service]",
+            f"Environment={_MARK}={self._mark(start)}",
+            given if self._table.env_var else f"EnvironmentFile={path}",
+        ]
+        drop_in = ("\n".join(lines) + "\n").encode()
+        there = self._root.read(self._drop_in)
+        if there is not None and not self._is_ours(there):
+            raise StartFailed(f"{name}: {self._drop_in}: {self._whose(there)}")
+        self._note(
+            {
+                "event": "write",
+                "start": start,
+                "arm": arm.name,
+                "files": {path: _sha256(data), self._drop_in: _sha256(drop_in)},
+            }
+        )
+        unit = self._unit.look()
+        # What reads the file: systemd itself, or the service as its user.
+        reader = unit.user if self._table.env_var and self._table.manager == "system" else ""
+        self._install(path, data, "600", reader)
+        self._install(self._drop_in, drop_in, "644", "")
+
+    def _install(self, path: str, data: bytes, mode: str, owner: str) -> None:
+        """Write a file durably, of `mode` and `owner`; the folders above may be looked through."""
+        folder = str(PurePosixPath(path).parent)
+        if path.startswith(f"{self._run}/"):
+            self._act(["install", "-d", "-m", "755", "--", folder], f"folder {folder}")
+        self._root.write(path, data, fence=self._fence)
+        if owner:
+            self._act(["chown", "--", owner, path], f"owner {path}")
+        self._act(["chmod", mode, "--", path], f"mode {path}")
+
+    def _clear(self, name: str) -> None:
+        """Stop the unit if it is a start's, and take away what this window's starts wrote.
+
+        Raises:
+            TransportError: something of a start is still there, or lies there and is not ours.
+        """
+        unit = self._unit.look()
+        there = self._root.read(self._drop_in)
+        if there is not None and not self._is_ours(there):
+            raise TransportError(f"{name}: {self._drop_in}: {self._whose(there)}")
+        if self._experiment(unit) and not unit.down:
+            self._unit.stop(name, self._limit("stop_s", 60.0))
+        elif there is not None and unit.down:
+            self._unit.settle(name)
+        if there is not None:
+            self._root.remove(self._drop_in, fence=self._fence)
+        if there is not None or self._drop_in in unit.drop_ins:
+            self._unit.reload(name, check=False)
+            if self._drop_in in self._unit.look().drop_ins:
+                raise TransportError(
+                    f"{name}: systemd refuses to reload and still has {self._drop_in} loaded"
+                )
+        for path, sha256 in self._written():
+            data = self._root.read(path)
+            if path != self._drop_in and data is not None and _sha256(data) == sha256:
+                self._root.remove(path, fence=self._fence)
+
+    def _is_ours(self, data: bytes) -> bool:
+        """Whether a drop-in is one of this window's starts, by its header and its bytes."""
+        header = f"# {_HEADER}{self._context.window_id}, ".encode()
+        known = {sha256 for path, sha256 in self._written() if path == self._drop_in}
+        return data.startswith(header) and _sha256(data) in known
+
+    def _whose(self, data: bytes | None) -> str:
+        first = (data or b"").partition(b"\n")[0].decode("utf-8", "replace")
+        if first.startswith(f"# {_HEADER}"):
+            return f"it says it is of {one_line(first.removeprefix(f'# {_HEADER}'))}; not touched"
+        return "it is not a window's; not touched"
+
+    def _note(self, record: Mapping[str, Any]) -> None:
+        append_json_line(self._context.folder / STARTS, {"schema": "dsv41-unit-v1", **record})
+
+    def _records(self, event: str) -> list[dict[str, Any]]:
+        lines = read_json_lines(self._context.folder / STARTS)
+        return [line for line in lines if line.get("event") == event]
+
+    def _written(self) -> list[tuple[str, str]]:
+        return [item for line in self._records("write") for item in line["files"].items()]
+
+    # -- inside: waiting ---------------------------------------------------------------------------
+
+    def _wait(self, name: str, before: UnitState, *, strict: bool) -> UnitState:
+        """Wait until the unit is active and healthy; what systemd says of it then.
+
+        `before` is what it was when it was told to start. `strict`: a start that systemd had to
+        repeat has failed; without it production may take as many as it needs.
+
+        Raises:
+            StartFailed: it has failed, has ended, or is not healthy in time.
+        """
+        limit = self._limit("start_s", 600.0)
+        deadline = boottime() + limit
+        seen = began = self._unit.look()
+        while True:
+            began = seen if seen.pid else began
+            ended = seen.active == "inactive" and seen.invocation != before.invocation
+            if seen.active == "failed" or ended or (strict and seen.restarts):
+                again = f", started again {seen.restarts} times" if seen.restarts else ""
+                raise StartFailed(
+                    f"{name}: {self._table.unit} failed ({seen.result}{again}); "
+                    f"{self._unit.last_words(began)}"
+                )
+            healthy, said = self._healthy()
+            if healthy and seen.serving:
+                return seen
+            if boottime() > deadline:
+                raise StartFailed(
+                    f"{name}: {self._table.unit} is {seen.active}, not healthy within {limit:g} s "
+                    f"({said}); {self._unit.last_words(began)}"
+                )
+            # Each look is a record: a boot of half an hour must not make thousands.
+            self._context.pause(min(5.0, _POLL_S + (limit - (deadline - boottime())) / 30))
+            seen = self._unit.look()
+
+    def _healthy(self) -> tuple[bool, str]:
+        """Whether the server says so: by the table's health command, or over HTTP."""
+        if not self._table.health:
+            seen = self._engine.health(self._url, timeout=5.0)
+            return seen == "up", str(seen)
+        argv = fill(self._table.health, {"port": str(self._table.port)}, "target.health")
+        done = self._login.run(argv, name="health", deadline_s=10.0, check=False)
+        return done.returncode == 0, f"exit {done.returncode}"
+
+    def _read_command(self, argv: Sequence[str], name: str) -> str:
+        return self._root.run(argv, name=name, deadline_s=_DEADLINE_S).stdout
+
+    def _act(self, argv: Sequence[str], name: str) -> None:
+        self._root.run(argv, name=name, deadline_s=_DEADLINE_S, fence=self._fence)
+
+    def _digest(self, path: str) -> str | None:
+        data = self._root.read(path)
+        return None if data is None else _sha256(data)
+
+    def _limit(self, name: str, default: float) -> float:
+        return self._context.limits.get(name, default)
+
+    @property
+    def _url(self) -> str:
+        where = self._table.host.address if self._table.host else ""
+        return self._table.url or f"http://{where or '127.0.0.1'}:{self._table.port}"
+
+
+def _files_apart(captured: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Which of the unit file and the drop-ins changed, one line each."""
+    found: list[str] = []
+    for key in ("fragment", "drop_ins"):
+        was, is_now = captured[key], now[key]
+        for path in dict.fromkeys([*was, *is_now]):
+            if was.get(path) != is_now.get(path):
+                new = "is new" if path not in was else "is gone"
+                found.append(f"{path} {'changed' if path in was and path in is_now else new}")
+    return found
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _hashed(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment as an artefact may hold it: names, and hashes of the values."""
+    return {
+        name: _sha256(f"{name}={value}".encode("utf-8", "surrogateescape"))[:16]
+        for name, value in sorted(environ.items())
+        if name not in _OF_A_START
+    }
+
+
+def _kept_facts(ledger: Ledger) -> list[list[Any]]:
+    """The facts that follow from the shape, as JSON: subject, name, value."""
+    return [[f.subject, f.name, f.value] for f in ledger.facts if f.name not in _OF_A_BOOT]

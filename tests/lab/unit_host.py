@@ -1,0 +1,226 @@
+"""A lab host on which a systemd unit serves, by an environment file that a script sources.
+
+The script prints what a server prints about its memory as it starts, in llama.cpp's words, and
+becomes the embedded stub: a stand-in whose argv, environment and ledger follow from the file.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pytest_dsv41.hosts import CommandLog, Probe
+from pytest_dsv41.hosts.ssh import SshHost
+from pytest_dsv41.targets import TargetContext, systemd_unit_target
+from pytest_dsv41.targets.systemd_unit import SystemdUnitTarget
+from pytest_dsv41.window.spec import load_spec
+from tests.lab.lab import Lab
+from tests.lab.pair import HOLD, Pair
+
+UNIT = "served.service"
+ENV_FILE = "/etc/serve/serve.env"
+DROP_IN = f"/run/systemd/system/{UNIT}.d/zzzz-dsv41.conf"
+CANARY = "canary-2f6c1d"
+
+ENVIRONMENT = f"""\
+# The shape that is served.
+ROUND_MS=2.0
+KV_TYPE=f16
+CTX=4096
+SERVE_TOKEN={CANARY}
+"""
+
+_SCRIPT = """\
+#!/bin/sh
+set -eu
+. "$SERVE_ENV_FILE"
+case $KV_TYPE in
+  f16) half=5.00 whole=10.00;;
+  q8_0) half=2.66 whole=5.31;;
+  *) echo "serve: KV_TYPE=$KV_TYPE is none of f16, q8_0" >&2; exit 1;;
+esac
+echo "llama_context: n_ctx         = $CTX"
+echo "llama_kv_cache: size = $whole MiB ($CTX cells,   3 layers,  2/2 seqs), \
+K ($KV_TYPE): $half MiB, V ($KV_TYPE): $half MiB"
+exec {stub} --port 8000 --engine llamacpp --model lab --noise 0.003 --round-ms "$ROUND_MS"
+"""
+
+_UNIT = """\
+[Unit]
+Description=The lab's server
+
+[Service]
+Environment=SERVE_ENV_FILE=/etc/serve/serve.env
+ExecStart=/etc/serve/serve.sh
+Restart=always
+RestartSec=0.1
+StartLimitBurst=1000
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+_WINDOW = """\
+target = "target.toml"
+
+[window]
+lane = "UNIT"
+name = "{name}"
+hypothesis = "A shorter round saves 20 % of the time per round."
+schedule = "C/X/C"
+repeats = {{control = 2, fast = 3}}
+start_estimate_s = 2.0
+
+[arms.control]
+role = "control"
+[arms.control.settings]
+flags = {{"--round-ms" = "2.0"}}
+ledger = {{"kv K dtype" = "f16"}}
+
+[arms.fast]
+role = "candidate"
+env = {{{env}}}
+[arms.fast.settings]
+{settings}
+
+[[cells]]
+name = "decode-b1"
+decision = true
+primary = "ms_per_round"
+estimated_s = 0.3
+
+[limits]
+item_s = 20
+start_s = {start_s}
+stop_s = 10
+watch_s = {watch_s}
+quiet_s = 10
+window_s = 180
+"""
+
+FAST = 'ROUND_MS = "1.6", KV_TYPE = "q8_0"'
+SHOWN = 'flags = {"--round-ms" = "1.6"}\nledger = {"kv K dtype" = "q8_0"}'
+
+
+class UnitHost(Pair):
+    """`alpha` serves a unit; windows on it run from the lab's own network."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab = lab
+        self.folder = folder
+        self.campaign = folder / "campaign"
+        self.log = CommandLog(folder / "test-cmd", synced=False)
+        self.host: SshHost = lab.ssh("alpha", self.log)
+        self.hosts = {"alpha": self.host}
+        serve = [sys.executable, str(Path(__file__).with_name("serve.py"))]
+        self.host.write("/etc/serve/serve.sh", _SCRIPT.replace("{stub}", shlex.join(serve)))
+        self.run_on_host("chmod", "755", "/etc/serve/serve.sh")
+        self.host.write(ENV_FILE, ENVIRONMENT)
+        self.host.write(f"/etc/systemd/system/{UNIT}", _UNIT)
+        (folder / "target.toml").write_text(self._target_text())
+        self.window = self.write_window("kv")
+
+    def run_on_host(self, *argv: str, check: bool = True) -> str:
+        """Run a command on the host; its output."""
+        return self.host.run(argv, name="test", deadline_s=30.0, check=check).stdout
+
+    def write_window(  # type: ignore[override]
+        self,
+        name: str,
+        *,
+        env: str = FAST,
+        settings: str = SHOWN,
+        watch_s: float = 1.0,
+        start_s: float = 30.0,
+    ) -> Path:
+        """Write a window file and return its path."""
+        path = self.folder / f"{name}.toml"
+        path.write_text(
+            _WINDOW.format(name=name, env=env, settings=settings, watch_s=watch_s, start_s=start_s)
+        )
+        return path
+
+    def _target_text(self) -> str:
+        return (
+            '[target]\nkind = "systemd-unit"\nengine = "llamacpp"\nmodel = "lab"\n'
+            f'unit = "{UNIT}"\nenv_file = "{ENV_FILE}"\nenv_var = "SERVE_ENV_FILE"\nport = 8000\n'
+            f'hold = "{HOLD}"\n'
+            "[target.host]\nname = 'alpha'\n"
+            f"address = {json.dumps(self.lab.address('alpha'))}\nuser = 'root'\n"
+            f"key = {json.dumps(str(self.lab.key))}\n"
+            f"known_hosts = {json.dumps(str(self.lab.known_hosts))}\nconnect_s = 2\n"
+        )
+
+    def target(self) -> SystemdUnitTarget:  # type: ignore[override]
+        """The target as a look from outside builds it."""
+        spec = load_spec(str(self.window))
+        context = TargetContext(
+            window_id="outside",
+            folder=self.folder,
+            campaign=self.campaign,
+            base=self.folder,
+            seed=0,
+            limits={"start_s": 30.0, "stop_s": 10.0},
+            state={},
+            variables={},
+            log=self.log,
+            pause=time.sleep,
+        )
+        return systemd_unit_target(spec.target.table, context)
+
+    def serve(self) -> None:
+        """Enable the unit, and wait until it serves."""
+        self.run_on_host("systemctl", "daemon-reload")
+        self.run_on_host("systemctl", "enable", "--now", UNIT)
+        self.until_up()
+        self.shape = self.target().capture()
+
+    def until_up(self) -> None:
+        """Wait until the unit serves its own shape."""
+        target = self.target()
+        limit = time.monotonic() + 30.0
+        while (seen := target.probe()).state is not Probe.UP:
+            assert time.monotonic() < limit, seen.detail
+            time.sleep(0.05)
+
+    def clean(self) -> None:
+        """Take the unit and everything of ours off the host."""
+        self.run_on_host("mount", "-o", "remount,size=64m", "/run", check=False)
+        self.run_on_host("systemctl", "disable", "--now", UNIT, check=False)
+        for path in (
+            *(f"/run/systemd/system/{UNIT}.d", f"/etc/systemd/system/{UNIT}.d", "/run/dsv41"),
+            *("/etc/serve", f"/etc/systemd/system/{UNIT}", str(Path(HOLD).parent), "/run/ballast"),
+        ):
+            self.run_on_host("rm", "-rf", path)
+        self.run_on_host("systemctl", "daemon-reload")
+        self.host.close()
+
+    def assert_serving_and_nothing_left(self) -> None:
+        """The unit serves its own shape, every byte of it; nothing of a window is left."""
+        target = self.target()
+        assert target.probe().state is Probe.UP, target.probe().detail
+        now = target.capture()
+        assert now == self.shape
+        assert self.host.read(ENV_FILE) == ENVIRONMENT.encode()
+        assert self.host.read(DROP_IN) is None
+        assert self.run_on_host("find", "/run/dsv41", "-type", "f", check=False) == ""
+        assert self.host.read(HOLD) is None
+        assert not (self.campaign / "intent.json").exists()
+        assert self.keepers() == []
+        assert self.status()["answer"] == "CLEAN"
+        self.assert_no_canary()
+
+    def assert_no_canary(self) -> None:
+        """No artefact shows a value of the server's environment."""
+        for path in self.campaign.rglob("*"):
+            if path.is_file():
+                assert CANARY.encode() not in path.read_bytes(), path
+
+    def proofs(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """What each start of a window was proved to be."""
+        lines = [json.loads(x) for x in (folder / "unit.jsonl").read_text().splitlines()]
+        return {line["start"]: line for line in lines if line["event"] == "proved"}

@@ -1,0 +1,149 @@
+"""Windows on a real systemd unit: arms through drop-ins, proved; production back, always."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_dsv41.hosts import Probe
+from tests.lab.lab import Lab
+from tests.lab.pair import break_it
+from tests.lab.unit_host import DROP_IN, UNIT, UnitHost
+from tests.lifecycle.running import Ended
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def unit(lab: Lab, tmp_path: Path) -> Iterator[UnitHost]:
+    """A host whose unit serves; whatever a test leaves on it is taken away."""
+    unit = UnitHost(lab, tmp_path)
+    unit.serve()
+    try:
+        yield unit
+    finally:
+        lab.mend()
+        unit.clean()
+
+
+def flag(proof: dict[str, object], name: str) -> str:
+    argv = proof["argv"]
+    assert isinstance(argv, list)
+    return str(argv[argv.index(name) + 1])
+
+
+def test_a_window_of_three_starts_on_one_unit(unit: UnitHost) -> None:
+    ended = unit.run()
+    assert ended.returncode == 0, ended.output
+    summary = ended.summary
+    assert summary["status"] == "CANDIDATE"
+    restored(summary)
+    proofs = unit.proofs(ended.folder)
+    assert {start: flag(proof, "--round-ms") for start, proof in proofs.items()} == {
+        "C1": "2.0",
+        "X": "1.6",
+        "C2": "2.0",
+    }
+    for start, dtype in (("C1", "f16"), ("X", "q8_0"), ("C2", "f16")):
+        assert f"K ({dtype})" in (ended.folder / "ledger" / f"{start}.log").read_text()
+    unit.assert_serving_and_nothing_left()
+
+
+def restored(summary: dict[str, Any]) -> None:
+    assert summary["restore"] == summary["restore"] | {"status": "RESTORED", "answers_identical": 6}
+    assert summary["watch"]["status"] == "PASS"
+
+
+def invocation(unit: UnitHost) -> str:
+    return unit.run_on_host("systemctl", "show", "-P", "InvocationID", UNIT)
+
+
+def test_a_killed_session_leaves_the_keeper_to_bring_production_back(unit: UnitHost) -> None:
+    with unit.start(at="start:X:end") as process:
+        unit.reached(process)
+        assert unit.target().probe().state is Probe.DOWN
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    unit.keepers_end()
+    ended = Ended(0, "", unit.campaign)
+    assert ended.summary["status"] == "INCOMPLETE"
+    restored(ended.summary)
+    unit.assert_serving_and_nothing_left()
+
+
+def test_a_reboot_in_the_middle_serves_productions_own_shape(unit: UnitHost) -> None:
+    with unit.start(at="start:X:end") as process:
+        unit.reached(process)
+        break_it(unit, "reboot", "alpha")
+        # Nobody has acted yet: the drop-in went with /run, and the unit came up by itself.
+        assert unit.host.read(DROP_IN) is None
+        unit.until_up()
+        booted = invocation(unit)
+        unit.go()
+        output, _ = process.communicate(timeout=300.0)
+    assert process.returncode == 12, output
+    ended = Ended(process.returncode, output, unit.campaign)
+    assert "alpha was restarted during X" in str(ended.summary["stopped"])
+    restored(ended.summary)
+    # It was compared and asked, not started again.
+    assert invocation(unit) == booted
+    unit.assert_serving_and_nothing_left()
+
+
+def test_a_candidate_that_fails_to_start_is_stopped_and_production_comes_back(
+    unit: UnitHost,
+) -> None:
+    ended = unit.run(window=unit.write_window("broken", env='KV_TYPE = "none"'))
+    assert ended.returncode == 12, ended.output
+    reason = next(s["reason"] for s in ended.summary["starts"] if s["name"] == "X")
+    assert "served.service failed (exit-code" in reason
+    assert "its last line: serve: KV_TYPE=none is none of f16, q8_0" in reason
+    restored(ended.summary)
+    unit.assert_serving_and_nothing_left()
+
+
+def test_a_refused_daemon_reload_is_one_line_and_production_comes_back(unit: UnitHost) -> None:
+    with unit.start(at="start:X:begin") as process:
+        unit.reached(process)
+        # systemd wants 16 MiB free in /run before it reloads.
+        used = int(unit.run_on_host("df", "-k", "--output=used", "/run").split()[1])
+        unit.run_on_host("mount", "-o", f"remount,size={used + 2048}k", "/run")
+        unit.go()
+        output, _ = process.communicate(timeout=300.0)
+    assert process.returncode == 12, output
+    ended = Ended(process.returncode, output, unit.campaign)
+    reason = next(s["reason"] for s in ended.summary["starts"] if s["name"] == "X")
+    assert "daemon-reload: exit 1" in reason
+    restored(ended.summary)
+    unit.run_on_host("mount", "-o", "remount,size=64m", "/run")
+    unit.assert_serving_and_nothing_left()
+
+
+def test_an_arm_that_is_not_what_it_says_ends_the_window(unit: UnitHost) -> None:
+    settings = 'flags = {"--round-ms" = "1.7"}\nledger = {"kv V dtype" = "f16"}'
+    ended = unit.run(window=unit.write_window("another", settings=settings))
+    assert ended.returncode == 12, ended.output
+    assert "--round-ms is 1.6, not 1.7" in str(ended.summary["stopped"])
+    assert "ledger: kv V dtype is q8_0; the arm says f16" in str(ended.summary["stopped"])
+    restored(ended.summary)
+    unit.assert_serving_and_nothing_left()
+
+
+def test_a_drifted_unit_is_refused_and_not_touched(unit: UnitHost) -> None:
+    path = f"/etc/systemd/system/{UNIT}.d/bench.conf"
+    text = "[Service]\nEnvironment=SERVE_ENV_FILE=/etc/serve/other.env\n"
+    unit.host.write(path, text)
+    before = invocation(unit)
+    ended = unit.run()
+    assert ended.returncode == 13, ended.output
+    assert "served.service has drifted" in str(ended.summary["stopped"])
+    assert path in str(ended.summary["stopped"])
+    assert unit.host.read(path) == text.encode()
+    assert invocation(unit) == before
+    unit.host.remove(path)
+    unit.assert_serving_and_nothing_left()

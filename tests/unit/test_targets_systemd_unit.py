@@ -1,0 +1,444 @@
+"""Target systemd-unit on a simulated host: arms through drop-ins, proved, and taken away again."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import fake_systemd
+import pytest
+
+from pytest_dsv41.durable import dump_json
+from pytest_dsv41.engines import ENGINES
+from pytest_dsv41.engines.llamacpp import LlamaCpp
+from pytest_dsv41.errors import (
+    RefusedByWorld,
+    SpecError,
+    StartFailed,
+    TransportError,
+    WindowStopped,
+)
+from pytest_dsv41.hosts import CommandLog, Probe
+from pytest_dsv41.hosts.fake import FakeHost, FakeWorld
+from pytest_dsv41.targets import Arm, Target, TargetContext, systemd_unit, systemd_unit_target
+from pytest_dsv41.targets.systemd_unit import SystemdUnitTarget
+from pytest_dsv41.unit.drift import Finding
+from pytest_dsv41.unit.live import BOOT_LOG
+
+ENV_FILE = "/etc/serve/serve.env"
+ENVIRONMENT = "# what is served\nKV=f16\nTOKEN=canary-77\n"
+DROP_IN = f"/run/systemd/system/{fake_systemd.UNIT}.d/zzzz-dsv41.conf"
+TABLE: dict[str, Any] = {
+    "kind": "systemd-unit",
+    "engine": "llamacpp",
+    "model": "tiny",
+    "unit": fake_systemd.UNIT,
+    "env_file": ENV_FILE,
+    "env_var": "SERVE_ENV_FILE",
+    "port": fake_systemd.PORT,
+    "health": ["curl", "-fsS", "http://127.0.0.1:{port}/health"],
+    "world": "world",
+}
+CONTROL = Arm("control", "control", settings={"flags": {"--cache-type-k": "f16"}})
+SMALL = Arm(
+    "small",
+    "candidate",
+    env={"KV": "q8_0"},
+    settings={"flags": {"--cache-type-k": "q8_0"}, "ledger": {"kv K dtype": "q8_0"}},
+)
+
+
+class Serves(LlamaCpp):
+    """The dialect without a server behind it: it lists what it is told to."""
+
+    listed = ("tiny",)
+
+    def models(self, url: str, timeout: float = 5.0, client: Any = None) -> list[str]:
+        return list(self.listed)
+
+
+class Host:
+    """A host whose unit serves, and targets of one window on it."""
+
+    def __init__(self, folder: Path) -> None:
+        programs = {
+            "systemctl": "systemctl",
+            BOOT_LOG: "boot_log",
+            "stat": "stat",
+            "readlink": "readlink",
+            "chmod": "chmod",
+            "chown": "chmod",
+            "install": "nothing",
+            "test": "exists",
+            "sha256sum": "sha256sum",
+        }
+        self.world = FakeWorld.create(
+            folder / "world",
+            ["alpha"],
+            seed=1,
+            programs={name: f"fake_systemd:{what}" for name, what in programs.items()},
+        )
+        self.folder = folder
+        self.log = CommandLog(folder / "cmd")
+        self.host = FakeHost(self.world, "alpha", self.log)
+        self.host.write(
+            fake_systemd.UNIT_FILE, f"[Service]\nEnvironment=SERVE_ENV_FILE={ENV_FILE}\n"
+        )
+        self.host.write(ENV_FILE, ENVIRONMENT)
+        for verb in ("daemon-reload", "restart"):
+            self.run("systemctl", verb, fake_systemd.UNIT)
+        self.context = TargetContext(
+            window_id="UNIT-kv-W-20260101T000000Z",
+            folder=folder,
+            campaign=folder / "campaign",
+            base=folder,
+            seed=7,
+            limits={"start_s": 2.0, "stop_s": 2.0, "window_s": 600.0},
+            state={},
+            variables={},
+            log=self.log,
+            pause=lambda _seconds: time.sleep(0.001),
+            epoch=5,
+        )
+
+    def run(self, *argv: str) -> str:
+        return self.host.run(argv, name="test", deadline_s=5.0).stdout
+
+    def target(self, epoch: int = 5, **changes: Any) -> SystemdUnitTarget:
+        context = dataclasses.replace(self.context, epoch=epoch)
+        target = systemd_unit_target({**TABLE, **changes}, context)
+        target.check((CONTROL, SMALL))
+        return target
+
+    def captured(self, **changes: Any) -> SystemdUnitTarget:
+        """A target whose window has written its capture and stopped production."""
+        target = self.target(**changes)
+        record = {"configuration": target.capture()}
+        (self.folder / "rollback.json").write_text(dump_json(record))
+        target.stop_production()
+        return target
+
+    def systemd(self) -> dict[str, Any]:
+        return fake_systemd.state(self.world.machine("alpha"))
+
+    def mode(self, path: str) -> str:
+        return (self.host.read(f"/fake/mode{path}") or b"").decode()
+
+    def serves_its_own_shape(self) -> bool:
+        machine = self.world.machine("alpha")
+        argv = [p.argv for p in machine.processes.values()]
+        return (
+            self.systemd()["active"] == "active"
+            and argv == [["/usr/bin/serve", "--port", "8000", "--cache-type-k", "f16"]]
+            and self.host.read(ENV_FILE) == ENVIRONMENT.encode()
+            and not [p for p in machine.files if p.startswith("/run/")]
+        )
+
+
+@pytest.fixture
+def unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    monkeypatch.setitem(ENGINES, "llamacpp", Serves())
+    # No D-Bus is simulated; drift has tests of its own, and the real hosts have both together.
+    monkeypatch.setattr(systemd_unit, "drift", lambda *_words, **_named: found)
+    found.clear()
+    return Host(tmp_path)
+
+
+found: list[Finding] = []
+
+
+def test_a_drifted_unit_is_refused_unless_the_drift_is_registered(unit: Host) -> None:
+    path = "/etc/systemd/system/served.service.d/bench.conf"
+    found.append(
+        Finding("drop-in", path, 3, "Service.ExecStart", "sets it", (), "0123456789abcdef")
+    )
+    with pytest.raises(
+        RefusedByWorld, match=r"drifted: \[0123456789abcdef\] drop-in: .*bench\.conf:3"
+    ):
+        unit.target().capture()
+    unit.target(registered_drift=["0123456789abcdef"]).capture()
+
+
+def test_it_is_a_target_that_holds_and_has_no_chains(unit: Host) -> None:
+    target = unit.target()
+    assert isinstance(target, Target)
+    assert (target.holds, target.ephemeral, target.chains) == (True, False, False)
+    assert target.commit() == unit.target(epoch=9).commit()
+    assert target.probe().state is Probe.UP
+
+
+def test_each_start_is_a_variant_a_drop_in_and_a_proof(unit: Host) -> None:
+    target = unit.captured()
+    assert target.probe().state is Probe.DOWN
+    assert target.quiet_problems() == []
+    target.start_arm("C1", CONTROL)
+    target.stop_arm("C1")
+    started = target.start_arm("X", SMALL)
+    assert started.endpoint.model == "tiny"
+    path = f"/run/dsv41/{unit.context.window_id}/X.env"
+    drop_in = (unit.host.read(DROP_IN) or b"").decode()
+    assert f"Environment=SERVE_ENV_FILE={path}\n" in drop_in
+    data = unit.host.read(path) or b""
+    assert data.splitlines()[1:] == [b"# what is served", b"KV=q8_0", b"TOKEN=canary-77"]
+    assert unit.mode(path) == "600 serve"
+    lines = [json.loads(x) for x in (unit.folder / "unit.jsonl").read_text().splitlines()]
+    written = [line["files"] for line in lines if line["event"] == "write"][-1]
+    assert written[path] == hashlib.sha256(data).hexdigest()
+    # An arm that serves is not production, and nothing is quiet beside it.
+    seen = target.probe()
+    assert seen.state is Probe.DOWN
+    assert "not as production" in seen.detail
+    assert target.check_arm("X") is None
+    assert target.live_experiments() != []
+    target.stop_all()
+    assert target.live_experiments() == []
+    target.start_production()
+    target.start_production()
+    assert unit.serves_its_own_shape()
+    assert target.leftovers() == []
+
+
+def test_another_process_finds_and_ends_what_a_killed_window_left(unit: Host) -> None:
+    unit.captured().start_arm("X", SMALL)
+    other = unit.target(epoch=6)
+    with pytest.raises(StartFailed, match="not as production"):
+        other.start_production()
+    other.stop_all()
+    other.start_production()
+    assert unit.serves_its_own_shape()
+
+
+def test_killed_between_its_two_files(unit: Host) -> None:
+    target = unit.captured()
+    unit.world.arm("hang", f"write {DROP_IN}", host="alpha", after=True)
+    with pytest.raises(StartFailed):
+        target.start_arm("X", SMALL)
+    other = unit.target(epoch=6)
+    other.stop_all()
+    other.start_production()
+    assert unit.serves_its_own_shape()
+
+
+def test_a_start_that_systemd_repeats_has_failed_and_its_loop_is_stopped(unit: Host) -> None:
+    target = unit.captured()
+    with pytest.raises(StartFailed, match=r"started again 3 times.*no such dtype: broken"):
+        target.start_arm("X", dataclasses.replace(SMALL, env={"KV": "broken"}))
+    assert unit.systemd()["active"] == "inactive"
+    assert unit.systemd()["restarts"] == 0
+    target.start_production()
+    assert unit.serves_its_own_shape()
+
+
+@pytest.mark.parametrize("verb", ["daemon-reload", "restart"])
+def test_what_systemd_refuses_is_one_line(unit: Host, verb: str) -> None:
+    target = unit.captured()
+    unit.host.write("/fake/refused", verb)
+    with pytest.raises(StartFailed, match=f"Refusing to {verb}"):
+        target.start_arm("X", SMALL)
+    if verb == "restart":
+        unit.host.remove("/fake/refused")
+    # A reload that is still refused leaves loaded what was: production's own shape.
+    target.start_production()
+    assert unit.serves_its_own_shape()
+
+
+def test_a_drop_in_that_stays_loaded_is_never_production(unit: Host) -> None:
+    target = unit.captured()
+    target.start_arm("X", SMALL)
+    unit.host.write("/fake/refused", "daemon-reload")
+    with pytest.raises(TransportError, match="refuses to reload and still has"):
+        target.stop_arm("X")
+    with pytest.raises(StartFailed):
+        target.start_production()
+    unit.host.remove("/fake/refused")
+    target.stop_all()
+    target.start_production()
+    assert unit.serves_its_own_shape()
+
+
+def test_a_server_that_is_not_the_arm_ends_the_window(unit: Host) -> None:
+    target = unit.captured()
+    unit.host.write(ENV_FILE, ENVIRONMENT + "DEAF=f16\n")
+    record = json.loads((unit.folder / "rollback.json").read_text())
+    data = (ENVIRONMENT + "DEAF=f16\n").encode()
+    record["configuration"]["env_file"] |= {
+        "base64": base64.b64encode(data).decode(),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+    (unit.folder / "rollback.json").write_text(json.dumps(record))
+    with pytest.raises(WindowStopped) as told:
+        target.start_arm("X", SMALL)
+    assert "--cache-type-k is f16, not q8_0" in str(told.value)
+    assert "ledger: kv K dtype is f16; the arm says q8_0" in str(told.value)
+    assert unit.systemd()["active"] == "inactive"
+    assert unit.host.read(DROP_IN) is None
+
+
+def test_another_model_than_the_declared_one_ends_the_window(
+    unit: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = unit.captured()
+    monkeypatch.setattr(Serves, "listed", ("other",))
+    with pytest.raises(WindowStopped, match="/v1/models lists other, not tiny"):
+        target.start_arm("X", SMALL)
+
+
+def test_two_arms_that_run_alike_are_one(unit: Host) -> None:
+    target = unit.captured()
+    target.start_arm("C1", dataclasses.replace(CONTROL, settings={}))
+    target.stop_arm("C1")
+    unread = Arm("unread", "candidate", env={"UNREAD": "1"})
+    with pytest.raises(WindowStopped, match="arms unread and control are one"):
+        target.start_arm("X", unread)
+
+
+def test_a_server_that_systemd_replaced_is_not_the_start(unit: Host) -> None:
+    target = unit.captured()
+    target.start_arm("X", SMALL)
+    unit.run("systemctl", "restart", fake_systemd.UNIT)
+    assert "was started again during X" in str(target.check_arm("X"))
+
+
+def test_a_reboot_brings_productions_own_shape_up(unit: Host) -> None:
+    target = unit.captured()
+    target.start_arm("X", SMALL)
+    unit.world.inject("reboot", "alpha")
+    for verb in ("daemon-reload", "start"):
+        unit.run("systemctl", verb, fake_systemd.UNIT)
+    starts = unit.systemd()["starts"]
+    assert target.probe().state is Probe.UP
+    target.stop_all()
+    target.start_production()
+    assert unit.serves_its_own_shape()
+    assert unit.systemd()["starts"] == starts
+
+
+@pytest.mark.parametrize(
+    "found", ["# somebody's\n[Service]\n", "# dsv41 start of window OTHER-W-1, X\n[Service]\n"]
+)
+def test_a_drop_in_that_is_not_ours_is_never_touched(unit: Host, found: str) -> None:
+    target = unit.captured()
+    unit.host.write(DROP_IN, found)
+    with pytest.raises(StartFailed, match="not touched"):
+        target.start_arm("X", SMALL)
+    with pytest.raises(TransportError, match="not touched"):
+        target.stop_all()
+    assert unit.host.read(DROP_IN) == found.encode()
+
+
+def test_our_drop_in_that_somebody_has_changed_is_not_ours(unit: Host) -> None:
+    target = unit.captured()
+    target.start_arm("X", SMALL)
+    changed = (unit.host.read(DROP_IN) or b"") + b"Environment=MORE=1\n"
+    unit.host.write(DROP_IN, changed)
+    with pytest.raises(TransportError, match="not touched"):
+        target.stop_all()
+    assert unit.host.read(DROP_IN) == changed
+
+
+def test_the_environment_file_comes_back_and_what_lay_there_is_kept(unit: Host) -> None:
+    target = unit.captured()
+    unit.host.write(ENV_FILE, "KV=q4_0\n")
+    target.start_production()
+    assert unit.serves_its_own_shape()
+    kept = [path.read_bytes() for path in unit.folder.glob("env-found-*")]
+    assert kept == [b"KV=q4_0\n"]
+
+
+def test_what_is_not_as_captured_is_no_restore(unit: Host) -> None:
+    target = unit.captured()
+    unit.host.write(f"/etc/systemd/system/{fake_systemd.UNIT}.d/10-new.conf", "[Service]\n")
+    with pytest.raises(StartFailed, match=r"10-new\.conf is new"):
+        target.start_production()
+
+
+def test_a_capture_that_cannot_bring_back_leaves_production_untouched(unit: Host) -> None:
+    target = unit.captured()
+    target.start_production()
+    record = json.loads((unit.folder / "rollback.json").read_text())
+    record["configuration"]["env_file"]["base64"] = base64.b64encode(b"KV=f32\n").decode()
+    (unit.folder / "rollback.json").write_text(json.dumps(record))
+    with pytest.raises(RefusedByWorld, match="sha256 does not fit"):
+        target.stop_production()
+    assert unit.serves_its_own_shape()
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "told"),
+    [
+        (f"/etc/systemd/system/{fake_systemd.UNIT}.d/zzzzz.conf", "[Service]\n", "sorts after"),
+        ("/run/systemd/system/service.d/~.conf", "[Service]\n", "sorts after"),
+        (DROP_IN, "# somebody's\n", "sorts after"),
+    ],
+)
+def test_a_drop_in_that_could_beat_ours_is_refused(
+    unit: Host, path: str, text: str, told: str
+) -> None:
+    unit.host.write(path, text)
+    unit.run("systemctl", "daemon-reload")
+    with pytest.raises(RefusedByWorld, match=told):
+        unit.target().capture()
+    assert unit.host.read(path) == text.encode()
+
+
+def test_what_an_arm_or_a_rollback_needs_is_proved_first(unit: Host) -> None:
+    target = unit.target()
+    target.check((CONTROL, dataclasses.replace(SMALL, env={"MODEL": "/models/none.bin"})))
+    with pytest.raises(RefusedByWorld, match=r"arms\.small\.env\.MODEL: alpha:/models/none\.bin"):
+        target.capture()
+    with pytest.raises(RefusedByWorld, match=r"target\.payloads: alpha:/models/a\.bin: no such"):
+        unit.target(payloads={"/models/a.bin": ""}).capture()
+    unit.host.write("/models/a.bin", "weights")
+    (unit.folder / "plan.json").write_text("{}")
+    with pytest.raises(RefusedByWorld, match=r"a\.bin: its sha256 is"):
+        unit.target(payloads={"/models/a.bin": "0" * 64}).capture()
+    right = hashlib.sha256(b"weights").hexdigest()
+    assert unit.target(payloads={"/models/a.bin": right}).capture()["payloads"]
+
+
+def test_values_of_the_environment_stand_in_no_record(unit: Host) -> None:
+    target = unit.captured()
+    target.start_arm("X", SMALL)
+    target.stop_all()
+    for path in unit.folder.rglob("*"):
+        if path.is_file() and "world" not in path.parts:
+            assert "canary-77" not in path.read_text("utf-8", "replace"), path
+
+
+@pytest.mark.parametrize(
+    ("arm", "told"),
+    [
+        (dataclasses.replace(SMALL, args=("--x",)), r"arms\.small\.args: an arm of target"),
+        (dataclasses.replace(SMALL, env={}), r"arms\.small\.env: the same as that of arm control"),
+        (dataclasses.replace(SMALL, env={"KV": "it's"}), r"arms\.small\.env\.KV: .*quote"),
+        (dataclasses.replace(SMALL, settings={"flag": {}}), r"settings\.flag: unknown"),
+        (dataclasses.replace(SMALL, settings={"flags": {"ctx": "1"}}), r"flags\.ctx: no flag"),
+    ],
+)
+def test_an_arm_that_could_not_be_started_is_refused_as_it_is_written(
+    unit: Host, arm: Arm, told: str
+) -> None:
+    with pytest.raises(SpecError, match=told):
+        unit.target().check((CONTROL, arm))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"unit": "served"}, r"target\.unit"),
+        ({"env_file": "serve.env"}, r"target\.env_file"),
+        ({"runtime": "podman"}, r"target\.container: missing"),
+        ({"manager": "user", "sudo": True}, r"target\.sudo"),
+        ({"payloads": {"a": ""}}, r"target\.payloads\.a"),
+        ({"speed": 1}, r"target\.speed.*keys of target: kind"),
+    ],
+)
+def test_a_wrong_table_is_one_line(unit: Host, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(SpecError, match=told) as error:
+        unit.target(**changes)
+    assert "\n" not in str(error.value)
