@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .durable import dump_json, write_atomic
 from .errors import MeasurementRefused
 from .measure import (
     METRICS,
@@ -19,6 +21,8 @@ from .measure import (
     measure_group,
     prompt_identity,
 )
+from .measure.probes.cell import ProbeCell
+from .measure.probes.laws import obey
 from .measure.record import write_record
 from .measure.seeded import SeededCell
 
@@ -72,10 +76,13 @@ class Measure:
         self.cell = cell
         self.recorded = plugin.results[planned.id] = Recorded()
 
-    def __call__(self, requests: Sequence[Request] | None = None) -> GroupResult:
+    def __call__(
+        self, requests: Sequence[Request] | None = None, *, beside: bool = False
+    ) -> GroupResult:
         """Send the cell's requests (or these) as one group, record every metric, return all.
 
-        Called again in one item, the last group's values and raw record count.
+        Called again in one item, the last group's values and raw record count. `beside` looks at
+        how many run at a time. A probe's rates from too few tokens are refused by law.
 
         Raises:
             MeasurementFailed: a request did not deliver.
@@ -92,6 +99,7 @@ class Measure:
             progress=lambda now: self._plugin.tell(self._planned, now.text),
             reader=self._plugin.reader,
             keep_bytes=self.cell.record == "bytes",
+            beside=beside,
         )
         if self.cell.record != "none":
             write_record(
@@ -101,6 +109,8 @@ class Measure:
                 record=self.cell.record,
                 caches=tuple(request.sampling.cache for request in sent),
             )
+        if isinstance(self.cell, ProbeCell):
+            result = obey(result)
         for metric, value in result.values.items():
             self.recorded.values[metric] = dataclasses.asdict(value)
         for metric in result.missing:
@@ -113,6 +123,19 @@ class Measure:
             self.recorded.outputs = tuple(stream.output_sha256 for stream in result.streams)
             self.recorded.rounds = result.server.rounds
         return result
+
+    def keep(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Keep what a probe found beside its values: `probes/<item>.<name>.json` in the folder."""
+        run = self._plugin.run
+        assert run is not None
+        path = run.folder / "probes" / f"{self._planned.id}.{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        text = dump_json(facts) + "\n"
+        write_atomic(path, text)
+        self.recorded.files[name] = {
+            "file": path.relative_to(run.folder).as_posix(),
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
 
     def requests(self) -> tuple[Request, ...]:
         """The cell's requests for this item.

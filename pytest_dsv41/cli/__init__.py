@@ -41,6 +41,7 @@ COMMANDS = {
     "kv": "memory laws and boot ledgers: plan a KV pool (0 fits, 2 REFUSED), compare two boots",
     "measure": "measure one request or group against a server",
     "payload": "a payload against its manifest: count, sizes, sha256; 0 verified, 2 not",
+    "probe": "a server's shape, prefill, full slots, decode ladder, depth audit; 0 PASS, 2 not",
     "recover": "finish a window whose session and keeper died",
     "replay": "an item's values again from its raw record",
     "report": "make a window's junit.xml and report.html again",

@@ -158,7 +158,7 @@ def _measure(
 
     endpoint = Endpoint(args.url, args.engine, args.model)
     which = f"repeat {repeat + 1} of {args.repeats}: " if args.repeats > 1 else ""
-    with _shown() as show:
+    with shown() as show:
         result = measure_group(
             endpoint,
             requests,
@@ -207,7 +207,7 @@ def _reader(kind: str) -> Iterator[Reader | None]:
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[str], None]]:
+def shown() -> Iterator[Callable[[str], None]]:
     """Show a line on standard error: one that changes on a terminal, else one every 5 seconds."""
     live = sys.stderr.isatty()
     last = time.monotonic()

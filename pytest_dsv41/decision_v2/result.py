@@ -155,7 +155,8 @@ class CellResult:
 
     `decides` says whether the verdict counts; `series` is primary first, empty when refused;
     `reason` says why the cell's verdict is not simply its primary's, or what was refused. A quality
-    cell is PASS or LOSS, has no series, and `gate` holds what its distributional gate found.
+    cell is PASS or LOSS, has no series, and `gate` holds what its distributional gate found;
+    so does a gate of the window, whose `gate` names its `kind`.
     """
 
     cell: str
@@ -186,7 +187,8 @@ class CellResult:
     def explain(self) -> str:
         """The cell in two or three plain sentences."""
         if self.gate is not None:
-            told = f"{self.cell}: quality {self.verdict}: {self.reason}."
+            what = "gate" if "kind" in self.gate else "quality"
+            told = f"{self.cell}: {what} {self.verdict}: {self.reason}."
             return told if self.decides else f"{told} Reported only: it decides nothing."
         if not self.series:
             return f"{self.cell}: REFUSED, reported only: {self.reason}."

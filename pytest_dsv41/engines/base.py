@@ -28,6 +28,7 @@ from pytest_dsv41.engines.next_token import (
     read_object,
     read_prefixed,
 )
+from pytest_dsv41.engines.served import Served, whole_above
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.text import one_line
 
@@ -373,6 +374,55 @@ class Engine(ABC):
 
     @abstractmethod
     def _tokenize_body(self, model: str, text: str) -> dict[str, Any]: ...
+
+    def chat_tokens(
+        self,
+        url: str,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        timeout: float = 60.0,
+        client: httpx.Client | None = None,
+    ) -> int:
+        """Return how many tokens the server makes of a chat, its template included.
+
+        Raises:
+            MeasurementFailed: kinds `connection`, `status`.
+            MeasurementRefused: kinds `tokenize`, `bad-answer`.
+        """
+        body = {
+            "model": model,
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": True,
+            "add_special_tokens": False,
+            "chat_template_kwargs": dict(kwargs),
+        }
+        where = f"{base_url(url)}/tokenize"
+        answer = self._post(url, "/tokenize", body, timeout, client)
+        count = whole_above(read_object(answer.content, where).get("count"))
+        if count is None:
+            raise MeasurementRefused("tokenize", f"{where}: no count of a chat's tokens")
+        return count
+
+    def served(self, url: str, timeout: float = 10.0, client: httpx.Client | None = None) -> Served:
+        """Return the shape that the server says it has; what it does not tell is left out.
+
+        Raises:
+            MeasurementRefused: kind `shape`: it contradicts itself, or does not answer.
+        """
+        data = self._json(url, "/v1/models", timeout, client, kind="shape")
+        rows = data.get("data") if isinstance(data, dict) else None
+        first = rows[0] if isinstance(rows, list) and rows else None
+        window = first.get("max_model_len") if isinstance(first, dict) else None
+        return Served.of("/v1/models max_model_len", window=whole_above(window))
+
+    def _told(self, url: str, path: str, timeout: float, client: httpx.Client | None) -> Any:
+        """What a GET answers as JSON; None where the server has no such page."""
+        try:
+            answer = self._get(url, path, timeout, client, kind="shape")
+            return answer.json() if answer.status_code == 200 else None
+        except (MeasurementRefused, ValueError, RecursionError):
+            return None
 
     def version(self, url: str, timeout: float = 5.0, client: httpx.Client | None = None) -> str:
         """Return what the server calls its version; empty where it does not tell."""

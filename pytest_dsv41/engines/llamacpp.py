@@ -10,8 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
-from pytest_dsv41.engines.next_token import Greedy, NextToken, aligned, read_ids, read_indexed
+import httpx
+
+from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot, base_url
+from pytest_dsv41.engines.next_token import (
+    Greedy,
+    NextToken,
+    aligned,
+    read_ids,
+    read_indexed,
+    read_object,
+)
+from pytest_dsv41.engines.served import Served, agreed, whole_above
 from pytest_dsv41.errors import MeasurementRefused
 
 __all__ = ["LlamaCpp"]
@@ -101,6 +111,50 @@ class LlamaCpp(Engine):
                 "identity", f"{server.drafts} drafts in {server.rounds} rounds"
             )
         return server
+
+    def served(self, url: str, timeout: float = 10.0, client: httpx.Client | None = None) -> Served:
+        """See `Engine.served`: `/props`, and each slot of `/slots`."""
+        props = self._told(url, "/props", timeout, client)
+        props = props if isinstance(props, dict) else {}
+        settings = props.get("default_generation_settings")
+        settings = settings if isinstance(settings, dict) else {}
+        found = [
+            super().served(url, timeout, client),
+            Served.of(
+                "/props",
+                slots=whole_above(props.get("total_slots")),
+                window=whole_above(settings.get("n_ctx")),
+            ),
+        ]
+        slots = self._told(url, "/slots", timeout, client)
+        if isinstance(slots, list) and slots and all(isinstance(slot, dict) for slot in slots):
+            found.append(Served.of("/slots", slots=len(slots)))
+            found += [
+                Served.of(f"/slots {index}", window=whole_above(slot.get("n_ctx")))
+                for index, slot in enumerate(slots)
+            ]
+        return agreed(*found)
+
+    def chat_tokens(
+        self,
+        url: str,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        timeout: float = 60.0,
+        client: httpx.Client | None = None,
+    ) -> int:
+        """See `Engine.chat_tokens`: the template's text, tokenised as a prompt is."""
+        body = {
+            "messages": [dict(message) for message in messages],
+            "chat_template_kwargs": dict(kwargs),
+        }
+        where = f"{base_url(url)}/apply-template"
+        answer = self._post(url, "/apply-template", body, timeout, client)
+        text = read_object(answer.content, where).get("prompt")
+        if not isinstance(text, str):
+            raise MeasurementRefused("tokenize", f"{where}: no text of a chat")
+        return len(self.tokenize(url, model, text, timeout, client))
 
     def _tokenize_body(self, model: str, text: str) -> dict[str, Any]:  # noqa: ARG002
         return {"content": text, "add_special": True}

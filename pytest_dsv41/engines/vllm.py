@@ -13,7 +13,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
 from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
+from pytest_dsv41.engines.served import Served, agreed, whole_above
 from pytest_dsv41.errors import MeasurementRefused
 
 __all__ = ["Vllm"]
@@ -33,6 +37,8 @@ _DRAFTS: Final = "vllm:spec_decode_num_drafts_total"
 _DRAFT_TOKENS: Final = "vllm:spec_decode_num_draft_tokens_total"
 _ACCEPTED: Final = "vllm:spec_decode_num_accepted_tokens_total"
 _PER_POS: Final = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+
+_CACHE: Final = "vllm:cache_config_info"
 
 _NEEDED: Final = (_SUCCESS, _TOKENS, _DECODE_S, _DECODE_N)
 _COUNTERS: Final = (
@@ -130,8 +136,41 @@ class Vllm(Engine):
             )
         return server
 
+    def served(self, url: str, timeout: float = 10.0, client: httpx.Client | None = None) -> Served:
+        """See `Engine.served`: the model list, the cache's gauge, and in dev mode `/server_info`.
+
+        A dtype of `auto` is the model's own and says nothing.
+        """
+        found = [super().served(url, timeout, client)]
+        metrics = self._get(url, "/metrics", timeout, client, kind="shape")
+        if metrics.status_code == 200:
+            dtype = _cache_dtype(metrics.text)
+            found.append(Served.of(f"{_CACHE} cache_dtype", kv_dtype=dtype))
+        info = self._told(url, "/server_info?config_format=json", timeout, client)
+        config = info.get("vllm_config") if isinstance(info, dict) else None
+        scheduler = config.get("scheduler_config") if isinstance(config, dict) else None
+        if isinstance(scheduler, dict):
+            found.append(
+                Served.of(
+                    "/server_info",
+                    slots=whole_above(scheduler.get("max_num_seqs")),
+                    window=whole_above(scheduler.get("max_model_len")),
+                )
+            )
+        return agreed(*found)
+
     def _tokenize_body(self, model: str, text: str) -> dict[str, Any]:
         return {"model": model, "prompt": text, "add_special_tokens": True}
+
+
+def _cache_dtype(text: str) -> str:
+    lines = [line for line in text.split("\n") if line.startswith(_CACHE)]
+    try:
+        families = list(text_string_to_metric_families("\n".join(lines) + "\n"))
+    except ValueError:
+        return ""
+    dtypes = {s.labels.get("cache_dtype", "") for family in families for s in family.samples}
+    return dtypes.pop() if len(dtypes) == 1 and "auto" not in dtypes else ""
 
 
 def _cut(tokens: int, accepted: int, requests: int, outputs: int | None, positions: int) -> int:

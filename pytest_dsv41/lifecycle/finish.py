@@ -26,6 +26,7 @@ from ..unit.memory import diff_ledgers, parse_ledger
 from ..unit.memory.ledger import DIALECTS
 from ..window.advice import read_prior
 from ..window.claims import judge_claims
+from ..window.cost import cost_tables
 from ..window.plan import Plan
 from ..window.quality import judge_quality
 from ..window.summary import (
@@ -157,6 +158,7 @@ def finish_window(
         production_commit=record.commit or None,
         archive=archive,
         spreads=spreads,
+        costs=cost_tables(plan, values),
         alerts=tuple(alerts),
         software=_software(),
         notes=tuple(notes),

@@ -109,6 +109,8 @@ class Request:
     name: str = ""
     late: bool = False
     """Sent only after all the others of its group decode."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are no part of it."""
 
     def __post_init__(self) -> None:
         given = [part for part in (self.prompt, self.messages, self.token_ids) if part is not None]
@@ -146,6 +148,8 @@ class Request:
                 body[name] = getattr(sampling, name)
         if sampling.ignore_eos:
             body["ignore_eos"] = True
+        if self.stop:
+            body["stop"] = list(self.stop)
         kwargs = dict(sampling.chat_template_kwargs or {})
         if sampling.thinking is not None:
             kwargs["enable_thinking"] = sampling.thinking

@@ -72,6 +72,8 @@ class GroupResult:
     after: Snapshot
     notes: tuple[str, ...] = ()
     model: str = ""
+    beside: int | None = None
+    """Most requests seen running while every early stream was alive; None: not looked at."""
     exchanges: tuple[Finished, ...] = field(default=(), repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -84,6 +86,7 @@ class GroupResult:
             "streams": [stream.to_json() for stream in self.streams],
             "server": self.server.to_json(),
             "notes": list(self.notes),
+            "beside": self.beside,
             "transport": dict(TRANSPORT),
         }
 
@@ -130,6 +133,7 @@ def measure_group(
     context: ssl.SSLContext | None = None,
     keep_bytes: bool = False,
     reader: Reader | None = None,
+    beside: bool = False,
 ) -> GroupResult:
     """Send `requests` at one time, wait for all of them, and judge what came.
 
@@ -144,6 +148,7 @@ def measure_group(
         keep_bytes: keep what came over the socket (in `exchanges`).
         reader: a process that reads the streams and does nothing else, so that no pause of this
             one can hold it up (without `context`); None: the calling thread reads.
+        beside: look at how many run at a time (`GroupResult.beside`), also without a late one.
 
     Raises:
         MeasurementFailed: a request did not deliver; nothing is averaged over it.
@@ -170,7 +175,7 @@ def measure_group(
             context=context,
             keep_bytes=keep_bytes,
             reader=reader,
-            gauge=watch if any(request.late for request in requests) else None,
+            gauge=watch if beside or any(request.late for request in requests) else None,
         )
         done = [stream.in_band for stream in streams]
 
@@ -181,7 +186,7 @@ def measure_group(
         after = at_rest(engine, endpoint, client, stop, _SETTLE_S, "after the last stream", owed)
         caches = [request.sampling.cache for request in requests]
         result = evaluate(engine, caches, streams, before, after, require=require)
-        return replace(result, model=model, exchanges=tuple(exchanges))
+        return replace(result, model=model, exchanges=tuple(exchanges), beside=watch.most_beside)
 
 
 def evaluate(
@@ -278,7 +283,7 @@ def stream_group(
     ]
     if gauge is not None:
         ends = [one.end_ns for one, waits in zip(finished, late, strict=True) if not waits]
-        gauge.judge(min(ends))
+        gauge.judge(min(ends), must=any(late))
     return finished, streams
 
 
@@ -467,6 +472,8 @@ class _Gauge:
         self._over = threading.Event()
         self._looks: list[tuple[int, float]] = []
         self._error: MeasurementRefused | None = None
+        self.most_beside: int | None = None
+        """What `judge` found; None before."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -494,18 +501,19 @@ class _Gauge:
             if not self._over.is_set():
                 self._error = error
 
-    def judge(self, first_end_ns: int) -> None:
-        """Refuse unless all were seen running while every early stream was alive.
+    def judge(self, first_end_ns: int, *, must: bool = True) -> None:
+        """Tell how many were seen running while every early stream was alive.
 
-        `first_end_ns` is when the first of those ended.
+        `first_end_ns` is when the first of those ended; `must` refuses unless all were.
 
         Raises:
-            MeasurementRefused: kind `not-admitted`.
+            MeasurementRefused: kind `not-admitted`, or why the gauge could not be read.
         """
         if self._error is not None:
             raise self._error
         most = max((running for at, running in self._looks if at < first_end_ns), default=0.0)
-        if most < self._wanted:
+        self.most_beside = round(most)
+        if must and most < self._wanted:
             raise MeasurementRefused(
                 "not-admitted",
                 f"at most {most:g} requests ran while every decoder was alive, "

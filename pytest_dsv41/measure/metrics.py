@@ -159,6 +159,10 @@ METRICS: Final[dict[str, Metric]] = {
             "rounds", "rounds", True, "server", False,
             "engine steps that yielded an own token after the first", _rounds,
         ),
+        Metric(
+            "fairness", "ratio", False, "client", False,
+            "the slowest stream's decode rate over the fastest's, where a probe records it",
+        ),
     )
 }  # fmt: skip
 """Every known metric by name."""

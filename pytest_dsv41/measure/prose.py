@@ -16,7 +16,7 @@ from typing import Final
 
 from pytest_dsv41.errors import UsageError
 
-__all__ = ["prose"]
+__all__ = ["nouns", "prose"]
 
 
 def _split(text: str, by: str | None = None) -> list[str]:
@@ -43,6 +43,11 @@ _PLACES: Final = _split(
     "on the third day|by the gate",
     "|",
 )
+
+
+def nouns() -> tuple[str, ...]:
+    """Return the nouns of the prose, each once."""
+    return tuple(dict.fromkeys(_NOUNS))
 
 
 def prose(words: int, seed: int = 0) -> str:

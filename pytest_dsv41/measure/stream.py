@@ -22,6 +22,8 @@ from pytest_dsv41.text import one_line
 
 __all__ = ["EventRecord", "StreamRecord", "check_answer", "read_pieces", "read_stream"]
 
+_UNTOLD: Final = 8
+"""Most tokens of an answer's end that no event tells of: those of a stop string."""
 _NO_TEXT: Final = frozenset({"role", "tool_calls", "function_call"})
 
 
@@ -75,6 +77,8 @@ class StreamRecord:
     notes: tuple[str, ...] = ()
     text: str = field(default="", repr=False, compare=False)
     """The content channel's text; never in a redacted record."""
+    reasoning: str = field(default="", repr=False, compare=False)
+    """The reasoning channel's text, under whichever name it came; never in a redacted record."""
 
     @property
     def ttft_ms(self) -> float:
@@ -525,6 +529,7 @@ class _Reader:
             metrics=self.metrics,
             notes=tuple(self.notes),
             text=output.get("content", ""),
+            reasoning=output.get("reasoning") or output.get("reasoning_content", ""),
         )
 
     def _cached(self) -> int | None:
@@ -554,7 +559,11 @@ class _Reader:
             raise MeasurementRefused(
                 "usage", f"usage says {self.total} tokens, {self.ids} token ids came"
             )
-        if self.running and self.total is not None and self.total != self.cumulative:
+        untold = 0 if self.total is None else self.total - self.cumulative
+        if self.running and self.finish == "stop" and 0 < untold <= _UNTOLD:
+            # What ended the answer (an end of text, a stop string) was sent in no event.
+            self.notes.append("untold-end")
+        elif self.running and untold:
             raise MeasurementRefused(
                 "usage", f"usage ends at {self.total}, its running count at {self.cumulative}"
             )

@@ -163,7 +163,8 @@ class Limits:
     events: int | None = None
     """Most occurrences of an SSE data line; None where the body is no stream."""
     stall_s: float = 120.0
-    """Longest silence after the response's first byte."""
+    """Longest silence after the response's first byte; of a stream, once its tokens come: many
+    servers send the head at once and then read a long prompt for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,6 +584,11 @@ class Exchange:
             or self._later_size > _LATER_MAX
         ):
             self.digest()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether silence is a stall: of a stream after two events, one of them a role's."""
+        return self.call.limits.events is None or self.data_lines >= 2
 
     def digest(self) -> bool:
         """Work out what came: when it came, how long it is, how many events it has.
@@ -1006,7 +1012,7 @@ class Loop:
             if exchange.done_seen_ns and silent > _DONE_GRACE_NS:
                 exchange.finished = True
                 exchange.end_ns = exchange.done_seen_ns
-            elif silent > exchange.call.limits.stall_s * 1e9:
+            elif exchange.under_way and silent > exchange.call.limits.stall_s * 1e9:
                 exchange.fail(
                     "stall", f"nothing came for {exchange.call.limits.stall_s:g} s in mid-stream"
                 )

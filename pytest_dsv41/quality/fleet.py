@@ -27,6 +27,7 @@ import httpx
 
 from pytest_dsv41.engines import Engine, base_url, get_engine, unix_path
 from pytest_dsv41.errors import MeasurementRefused, UsageError
+from pytest_dsv41.measure.probes.laws import VISION_TOKENS
 from pytest_dsv41.text import one_line
 
 __all__ = ["FAIL", "NOT_OFFERED", "PASS", "PROBES", "Probe", "fleet_probe", "solid_png"]
@@ -35,7 +36,7 @@ PASS: Final = "PASS"  # noqa: S105 - an answer, no secret
 FAIL: Final = "FAIL"
 NOT_OFFERED: Final = "NOT OFFERED"
 
-_TOKENS: Final = 256  # the least that leaves an answer room beside reasoning
+_TOKENS: Final = VISION_TOKENS  # leaves an answer room beside reasoning
 _SHORT: Final = 128  # where only the kind of answer counts
 _SIDE: Final = 512  # pixels; a tiny image is refused by some vision towers
 _COLOURS: Final = {"red": (255, 0, 0), "blue": (0, 0, 255)}

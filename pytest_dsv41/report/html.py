@@ -23,6 +23,7 @@ from .model import (
     SeriesRow,
     WindowFiles,
     archive_text,
+    cost_text,
     duration_text,
     exit_text,
     interval_text,
@@ -78,6 +79,7 @@ def _template() -> Template:
         show=_show,
         tone=_tone,
         number=number_text,
+        cost=cost_text,
         percent=percent_text,
         duration=duration_text,
     )
@@ -192,6 +194,7 @@ def html_page(files: WindowFiles) -> str:
         for row in rows
         if row.role == "primary" and row.metric
     ]
+    judged = quality_rows(summary) if summary else ()
     page = _template().render(
         files=files,
         summary=summary,
@@ -206,7 +209,9 @@ def html_page(files: WindowFiles) -> str:
         else None,
         spreads=spread_rows(summary) if summary else (),
         missing=missing_lines(summary) if summary else (),
-        quality=quality_rows(summary) if summary else (),
+        quality=[row for row in judged if not row.is_gate],
+        gates=[row for row in judged if row.is_gate],
+        costs=summary.costs if summary else {},
         pilot=pilot_text(summary) if summary else "",
         pilot_rows=_pilot_rows(summary) if summary else [],
         archive=archive_text(summary) if summary else "",

@@ -100,7 +100,10 @@ def _properties(files: WindowFiles) -> list[tuple[str, str]]:
             for arm, decision in summary.decisions.items()
         ]
         pairs += [
-            (f"quality.{row.arm}.{row.cell}", f"{row.verdict}: {row.reason}")
+            (
+                f"{'gate' if row.is_gate else 'quality'}.{row.arm}.{row.cell}",
+                f"{row.verdict}: {row.reason}",
+            )
             for row in quality_rows(summary)
         ]
         if summary.pilot:

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeGuard
 from ..durable import read_json_lines
 from ..errors import UsageError
 from ..text import one_line
-from ..window.summary import FILE_NAME, Summary, read_summary
+from ..window.summary import FILE_NAME, CostRow, Summary, read_summary
 
 __all__ = [
     "EXIT_MEANINGS",
@@ -30,6 +30,7 @@ __all__ = [
     "SpreadRow",
     "WindowFiles",
     "archive_text",
+    "cost_text",
     "decision_rows",
     "duration_text",
     "exit_text",
@@ -535,6 +536,11 @@ class QualityRow:
     reason: str
     facts: Mapping[str, Any]
 
+    @property
+    def is_gate(self) -> bool:
+        """Whether it is a gate of the window, and no quality cell."""
+        return "kind" in self.facts
+
     def tests(self) -> tuple[tuple[str, str, str, str], ...]:
         """Return (test, candidate, what it is held against, LOSS or no loss) for a table."""
         facts = self.facts
@@ -582,7 +588,7 @@ class QualityRow:
 
 
 def quality_rows(summary: Summary) -> tuple[QualityRow, ...]:
-    """Return every quality cell that was judged, arm by arm."""
+    """Return every quality cell and gate that was judged, arm by arm."""
     return tuple(
         QualityRow(
             arm=arm,
@@ -596,6 +602,17 @@ def quality_rows(summary: Summary) -> tuple[QualityRow, ...]:
         for cell, table in _tables(decision.get("cells")).items()
         if isinstance(gate := table.get("gate"), Mapping)
     )
+
+
+def cost_text(row: CostRow) -> str:
+    """Return what a change means beside the registered noise of its metric."""
+    if row.floor is None:
+        return "no noise registered"
+    if row.outside is None:
+        return "the control is 0"
+    if not row.outside:
+        return "inside"
+    return "outside, better" if row.better else "outside, WORSE"
 
 
 def restore_text(summary: Summary) -> str:

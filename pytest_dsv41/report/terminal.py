@@ -28,6 +28,7 @@ from .model import (
     SeriesRow,
     WindowFiles,
     archive_text,
+    cost_text,
     decision_rows,
     duration_text,
     exit_text,
@@ -220,6 +221,36 @@ def _spreads(summary: Summary) -> list[RenderableType]:
     return [Text(), table, *notes]
 
 
+def _costs(summary: Summary) -> list[RenderableType]:
+    """The cost table of each candidate arm, and every key in which its arm differs."""
+    parts: list[RenderableType] = []
+    for arm, cost in summary.costs.items():
+        table = Table(
+            box=None, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
+        )
+        table.add_column(safe(f"cost of {arm}"), overflow="fold")
+        for title in ("control", "candidate", "Δ", "noise"):
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("", overflow="fold")
+        for row in cost.rows:
+            floor = "none" if row.floor is None else f"± {percent_text(row.floor, signed=False)}"
+            style = "bold red" if row.outside and not row.better else "green" if row.outside else ""
+            table.add_row(
+                safe(f"{row.cell} {row.metric}"),
+                number_text(row.control),
+                number_text(row.candidate),
+                percent_text(row.delta),
+                floor,
+                Text(cost_text(row), style),
+            )
+        parts += [Text(), table]
+        parts += [
+            _indented(safe(f"differs in {key.key}: {key.control} → {key.candidate}"))
+            for key in cost.differing
+        ] or [_indented(Text("the two arms differ in no key", "dim"))]
+    return parts
+
+
 def _facts(summary: Summary) -> list[RenderableType]:
     """The lines below the tables: what was asked for, what is missing, production, the archive."""
     lines: list[tuple[str, str, str]] = []
@@ -233,7 +264,11 @@ def _facts(summary: Summary) -> list[RenderableType]:
         lines.append(("stopped", summary.stopped, "magenta"))
     lines += [("incomplete", text, "magenta") for text in missing_lines(summary)]
     lines += [
-        (f"quality {row.arm}", f"{row.verdict} in {row.cell}: {row.reason}", _style(row.verdict))
+        (
+            f"{'gate' if row.is_gate else 'quality'} {row.arm}",
+            f"{row.verdict} in {row.cell}: {row.reason}",
+            _style(row.verdict),
+        )
         for row in quality_rows(summary)
     ]
     if summary.pilot:
@@ -314,6 +349,7 @@ def render_files(
             sentences = summary.explanations.get(arm, ())
             parts.append(Text())
             parts.append(_decision(arm, decision, of_arm, sentences))
+        parts += _costs(summary)
         parts += _spreads(summary)
         parts += _facts(summary)
     parts += _broken_items(files)

@@ -6,11 +6,20 @@ import json
 from collections.abc import Generator
 from typing import Any
 
+from pytest_dsv41.stub.faults import Faults
 from pytest_dsv41.stub.http import BadRequest
 from pytest_dsv41.stub.language import EOS, VOCABULARY, encode
 from pytest_dsv41.stub.loop import Loop, Wait
 
-__all__ = ["encode_beside", "integer", "real", "render_chat", "token_list"]
+__all__ = [
+    "check_stop",
+    "cut_prompt",
+    "encode_beside",
+    "integer",
+    "real",
+    "render_chat",
+    "token_list",
+]
 
 _LONG_TEXT = 64 << 10
 
@@ -48,6 +57,23 @@ def encode_beside(loop: Loop, text: str) -> Generator[Wait, None, list[int]]:
     if error is not None:
         raise BadRequest(str(error), 500)
     return list(tokens)
+
+
+def cut_prompt(tokens: list[int], window: int, faults: Faults) -> list[int]:
+    """Return the prompt, cut in silence where a fault says so."""
+    if "truncate" not in faults:
+        return tokens
+    return tokens[: faults.count("truncate") or window - 1]
+
+
+def check_stop(body: dict[str, Any]) -> None:
+    """Refuse stop strings that could stand in an answer of the stub: it would not stop there."""
+    stop = body.get("stop") or []
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise BadRequest("stop must be text or a list of texts")
+    if any(not text or any(char.isalnum() or char == " " for char in text) for text in texts):
+        raise BadRequest("the stub knows no stop strings with letters, digits or blanks")
 
 
 def integer(body: dict[str, Any], name: str, default: int, *, low: int) -> int:

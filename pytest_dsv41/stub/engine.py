@@ -43,6 +43,8 @@ class Ask(NamedTuple):
     step_tokens: tuple[int, ...] = ()
     endless: bool = False
     count_cut: bool = False
+    script: tuple[int, ...] | None = None
+    """The answer, where it is not the model's."""
 
 
 class Step(NamedTuple):
@@ -109,6 +111,9 @@ class Ledger(Protocol):
 
     def stepped(self, job: Job, step: Step, stamp: float, before: float | None) -> None:
         """A step's tokens came out at `stamp`; the job's former step at `before`."""
+
+    def preempted(self, job: Job, times: int) -> None:
+        """The job lost its place and was computed anew so many times."""
 
     def finished(self, job: Job, reason: str) -> None:
         """The job left the engine."""
@@ -224,7 +229,7 @@ class Engine:
                 choices.append(Choice(EOS, -0.01, ()))
                 finish = "stop"
             else:
-                choices.append(job.model.next(ask.want_top))
+                choices.append(self._choice(job, count))
             count += 1
             if finish is None:
                 finish = self._limit(job, count)
@@ -238,12 +243,19 @@ class Engine:
 
     def _at_end(self, job: Job, count: int) -> bool:
         ask = job.ask
+        if ask.script is not None:
+            return count >= len(ask.script)
         if ask.ignore_eos or ask.endless or count < ask.min_tokens:
             return False
         if self.profile.eos_tokens:
             return count >= self.profile.eos_tokens
         # Without any limit asked for, an answer ends where the prompt says: 64 to 191 tokens.
         return ask.natural_end and count >= 64 + job.draft_key % 128
+
+    def _choice(self, job: Job, count: int) -> Choice:
+        if job.ask.script is not None:
+            return Choice(job.ask.script[count], -0.01, ())
+        return job.model.next(job.ask.want_top)
 
     def _limit(self, job: Job, count: int) -> str | None:
         ask = job.ask

@@ -33,6 +33,10 @@ FAULTS: Mapping[str, Fault] = {
     "draft-tokens": Fault("k", "3", "this request's draft tokens a round"),
     "at": Fault("ms[;ms…]", "100", "steps come out so long after arrival; later ones by rounds"),
     "step-tokens": Fault("n[;n…]", "1", "steps deliver so many tokens; later ones as drawn"),
+    # the prompt
+    "recall": Fault("own|other", "own", "it answers what followed its last three words before"),
+    "no-salt": Fault("", "", "the cache is used whatever the request asks"),
+    "truncate": Fault("n", "0", "a prompt over n tokens (0: the window's) is cut and not refused"),
     # before the stream
     "status": Fault("code[:times[:key]]", "503:1", "so many times this status, then good"),
     "slow-headers": Fault("ms", "200", "the head of the answer comes late"),
@@ -111,6 +115,7 @@ FAULTS: Mapping[str, Fault] = {
     "metrics-garbage": Fault("", "", "the exposition cannot be parsed"),
     "metrics-lag": Fault("ms", "100", "this request's counters move so much later"),
     "count-cut-drafts": Fault("", "", "accepted drafts that max_tokens cuts off count as accepted"),
+    "preempt": Fault("n", "1", "this request is preempted n times"),
     "foreign": Fault("tokens", "4", "another request starts and ends inside this one"),
     "foreign-running": Fault("ms", "500", "another request runs until so long after this one"),
     # other endpoints, clocks

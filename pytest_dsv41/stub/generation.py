@@ -10,6 +10,7 @@ from pytest_dsv41.errors import UsageError
 from pytest_dsv41.stub.engine import Ask, Job, Step
 from pytest_dsv41.stub.faults import Faults
 from pytest_dsv41.stub.http import BadRequest, Request, dumps, respond
+from pytest_dsv41.stub.language import recalled
 from pytest_dsv41.stub.loop import Connection, Gate, Gone, Task, Wait
 from pytest_dsv41.stub.profile import Profile, make_profile
 from pytest_dsv41.stub.shape import Regroup, Shaper
@@ -229,6 +230,8 @@ class _Run:
             server.step_wall(faults.number("wall-step"))
         if "metrics-restart" in faults and self.count == max(1, faults.count("metrics-restart")):
             server.restart_counters()
+        if self.count == 1 and "preempt" in faults:
+            server.ledger.preempted(self.job, faults.count("preempt"))
         if self.count == 1 and "foreign" in faults:
             Task(server.loop, server.foreign(faults.count("foreign")))
         if self.count == 1 and "foreign-running" in faults:
@@ -256,6 +259,11 @@ def _faulted(ask: Ask, faults: Faults) -> Ask:
     if "finish-early" in faults:
         reason = faults.parts("finish-early")[1]
         ask = ask._replace(stop_at=faults.count("finish-early"), stop_at_reason=reason)
+    if "recall" in faults:
+        other = faults.parts("recall")[0] == "other"
+        ask = ask._replace(script=recalled(ask.prompt, other=other) or None)
+    if "no-salt" in faults:
+        ask = ask._replace(salt="", use_cache=True)
     if "endless" in faults:
         ask = ask._replace(endless=True)
     if "count-cut-drafts" in faults:

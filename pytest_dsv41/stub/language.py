@@ -19,7 +19,17 @@ from typing import NamedTuple
 
 from pytest_dsv41.stub.draws import gauss, key_of, mix, uniform
 
-__all__ = ["CANDIDATES", "EOS", "Choice", "Model", "Sampling", "decode", "encode", "token_bytes"]
+__all__ = [
+    "CANDIDATES",
+    "EOS",
+    "Choice",
+    "Model",
+    "Sampling",
+    "decode",
+    "encode",
+    "recalled",
+    "token_bytes",
+]
 
 EOS = 0
 CANDIDATES = 32
@@ -92,6 +102,21 @@ def token_bytes(token: int) -> bytes:
 def decode(tokens: Sequence[int]) -> str:
     """Return the text of `tokens`; a part of a character becomes U+FFFD."""
     return b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
+
+
+def recalled(prompt: Sequence[int], *, other: bool = False) -> tuple[int, ...]:
+    """Return what followed the prompt's last three words where they stood before.
+
+    To the end of that sentence or line; nothing where they did not stand before. `other`: with
+    another ending. A chat's prompt ends before the mark of the assistant.
+    """
+    text = decode(prompt).rpartition("\n<|assistant|>")
+    asked = (text[0] or text[2]).rstrip()
+    words = re.findall(r"\S+", asked)[-3:]
+    found = re.search(r"\s+".join(map(re.escape, words)) + r"([^.\n]*)", asked)
+    if not words or found is None or found.end() >= len(asked):
+        return ()
+    return tuple(encode(found[1] + ("x" if other else "")))
 
 
 class Sampling(NamedTuple):

@@ -6,7 +6,15 @@ import time
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_dsv41.stub.chat import encode_beside, integer, real, render_chat, token_list
+from pytest_dsv41.stub.chat import (
+    check_stop,
+    cut_prompt,
+    encode_beside,
+    integer,
+    real,
+    render_chat,
+    token_list,
+)
 from pytest_dsv41.stub.engine import Ask, Job, Step
 from pytest_dsv41.stub.faults import Faults
 from pytest_dsv41.stub.fleet import chat_body, fleet_answer, with_effort
@@ -243,6 +251,7 @@ class LlamaCpp:
             tokens = yield from encode_beside(self.server.loop, body["prompt"])
         else:
             tokens = token_list(body.get("prompt"))
+        tokens = cut_prompt(tokens, self.profile.max_model_len, request.faults)
         ask = self._ask(body, tokens, form)
         writer = Writer(self, body, ask, request.faults, form)
         yield from generate(
@@ -259,8 +268,7 @@ class LlamaCpp:
     def _ask(self, body: dict[str, Any], tokens: list[int], form: str) -> Ask:
         if not tokens:
             raise BadRequest("the prompt has no tokens")
-        if body.get("stop"):
-            raise BadRequest("the stub knows no stop strings")
+        check_stop(body)
         limit = -1
         for name in ("n_predict", "max_tokens", "max_completion_tokens"):
             limit = integer(body, name, limit, low=-1)

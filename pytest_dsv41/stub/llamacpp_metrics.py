@@ -112,6 +112,9 @@ class LlamaLedger:
             values["prompt_tokens_cached_total"] += job.cached
             values["prompt_seconds_total"] += stamp - job.scheduled
 
+    def preempted(self, job: Job, times: int) -> None:
+        """Count nothing: the server has no such counter."""
+
     def finished(self, job: Job, reason: str) -> None:
         """Count what was generated, at the end of the request only."""
         del reason

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_dsv41.stub.chat import encode_beside, integer, real, render_chat, token_list
+from pytest_dsv41.stub.chat import (
+    check_stop,
+    cut_prompt,
+    encode_beside,
+    integer,
+    real,
+    render_chat,
+    token_list,
+)
 from pytest_dsv41.stub.engine import Ask, Job, Step
 from pytest_dsv41.stub.faults import Faults
 from pytest_dsv41.stub.fleet import chat_body, fleet_answer, with_effort
@@ -136,6 +144,7 @@ class Vllm:
         if not self.profile.dev_mode:
             raise BadRequest("Not Found", 404, form="route")
         config = {k: v for k, v in self.profile._asdict().items() if k not in ("truth", "uds")}
+        config["scheduler_config"] = {"max_num_seqs": self.profile.max_running}
         as_json = "config_format=json" in request.query
         shown: Any = config if as_json else ", ".join(f"{k}={v!r}" for k, v in config.items())
         answer = {"vllm_config": shown, "vllm_env": {}, "system_env": {}}
@@ -205,6 +214,7 @@ class Vllm:
             tokens = yield from encode_beside(self.server.loop, prompt)
         else:
             tokens = token_list(prompt)
+        tokens = cut_prompt(tokens, self.profile.max_model_len, request.faults)
         top = integer(body, "logprobs", -1, low=0)
         if top > self.profile.max_logprobs:
             raise BadRequest(
@@ -227,6 +237,7 @@ class Vllm:
         if special is not None:
             respond(connection, 200, dumps(chat_body(self.profile.model, len(tokens), *special)))
             return
+        tokens = cut_prompt(tokens, self.profile.max_model_len, request.faults)
         top = -1
         if body.get("logprobs"):
             top = integer(body, "top_logprobs", 0, low=0)
@@ -264,8 +275,9 @@ class Vllm:
                 f"the prompt has {len(tokens)} and {limit} were asked for.",
                 param="max_tokens",
             )
-        if body.get("stop") or body.get("stop_token_ids"):
-            raise BadRequest("the stub knows no stop strings and no stop tokens")
+        check_stop(body)
+        if body.get("stop_token_ids"):
+            raise BadRequest("the stub knows no stop tokens")
         if body.get("echo") or body.get("prompt_logprobs") is not None:
             raise BadRequest("the stub knows neither echo nor prompt_logprobs")
         seed = None if body.get("seed") is None else integer(body, "seed", 0, low=-(2**63))

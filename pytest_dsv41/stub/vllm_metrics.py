@@ -274,6 +274,10 @@ class VllmLedger:
                     position=str(position),
                 )
 
+    def preempted(self, job: Job, times: int) -> None:
+        """Count the preemptions."""
+        self.inc("vllm:num_preemptions", times, job.engine_index)
+
     def finished(self, job: Job, reason: str) -> None:
         """Count the request's end."""
         wall = self.wall()

@@ -26,6 +26,7 @@ from ..errors import MeasurementRefused, SpecError, UsageError
 from ..measure.cell import Sampling
 from ..measure.metrics import METRICS
 from ..text import one_line
+from .gates import GATE_REPEATS, KlGate, ThroughputGate
 from .schedule import (
     Pairing,
     Start,
@@ -45,10 +46,12 @@ __all__ = [
     "CellUse",
     "ClaimUse",
     "IdenticalUse",
+    "KlGate",
     "Limits",
     "PilotUse",
     "QualityUse",
     "TargetTable",
+    "ThroughputGate",
     "WindowSpec",
     "example_names",
     "load_spec",
@@ -294,6 +297,9 @@ class WindowSpec(_Frozen):
     """Why the window is opened although a process rule refuses it; empty: it is not."""
     limits: Limits
     advice: AdviceUse = AdviceUse()
+    noise: dict[str, float] = Field(default_factory=dict)
+    """Registered noise floor (a fraction) by metric: what the cost table calls inside."""
+    gates: tuple[ThroughputGate | KlGate, ...] = ()
     quality: tuple[QualityUse, ...] = ()
     claims: tuple[ClaimUse, ...] = ()
     pilot: PilotUse | None = None
@@ -453,13 +459,44 @@ class _Advice(AdviceUse):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class _ThroughputGate(_Table):
+    name: _Name
+    kind: Literal["throughput"]
+    cell: _Name
+    metric: str = "decode_tok_s"
+    floor: Annotated[float, AfterValidator(_positive)]
+    source: _Text
+    rate_tolerance: _Fraction | None = None
+
+
+class _KlGate(_Table):
+    name: _Name
+    kind: Literal["kl"]
+    report: _Folder
+    arm: str | None = None
+    mean_kl_max: Annotated[float, AfterValidator(_positive)] | None = 0.03
+    top1_min: _Fraction | None = 0.95
+    ppl_ratio_max: Annotated[float, AfterValidator(_positive)] | None = None
+    trusted_share_min: _Fraction = 0.99
+    shape: dict[str, Any] = Field(default_factory=dict)
+
+
+_GATES: dict[str, type[_ThroughputGate] | type[_KlGate]] = {
+    "throughput": _ThroughputGate,
+    "kl": _KlGate,
+}
+
+
 class _Variable(_Table):
     env: str | None = None
     help: str = ""
     default: str | None = None
 
 
-_TOP = ("window", "arms", "cells", "claims", "limits", "advice", "pilot", "variables", "target")
+_TOP = (
+    "window", "arms", "cells", "claims", "limits", "advice", "noise", "gates", "pilot", "variables",
+    "target",
+)  # fmt: skip
 _TARGET_TOP = ("target", "variables")
 
 _WANTED = {
@@ -701,6 +738,8 @@ class _Reader:
             override=self._reason(override),
             limits=Limits(**limits.model_dump()),
             advice=AdviceUse(**advice.model_dump()),
+            noise=self._noise(),
+            gates=self._gates(arms, cells, starts, repeats, variables),
             quality=quality,
             claims=claims,
             pilot=pilot,
@@ -841,6 +880,130 @@ class _Reader:
             band_sha256=seal,
             subset=band.subset,
             estimated_s=use.estimated_s,
+        )
+
+    def _noise(self) -> dict[str, float]:
+        """The registered noise floor of each metric, a fraction."""
+        table = self._values.get("noise", {})
+        if not isinstance(table, dict):
+            self._fail(("noise",), f"expected a table, got {shown(table)}")
+        for metric, floor in table.items():
+            key: KeyPath = ("noise", metric)
+            if metric not in self._metrics:
+                self._fail(key, f"unknown metric{choices(metric, self._metrics)}")
+            if isinstance(floor, bool) or not isinstance(floor, (int, float)) or not 0 < floor < 1:
+                self._fail(key, f"expected a fraction such as 0.03 for 3 %, got {shown(floor)}")
+        return {metric: float(floor) for metric, floor in table.items()}
+
+    def _gates(
+        self,
+        arms: Sequence[Arm],
+        cells: Sequence[CellUse],
+        starts: Sequence[Start],
+        repeats: Mapping[str, int],
+        variables: Mapping[str, str],
+    ) -> tuple[ThroughputGate | KlGate, ...]:
+        tables = self._values.get("gates", [])
+        if not isinstance(tables, list):
+            self._fail(("gates",), f"expected tables [[gates]], got {shown(tables)}")
+        candidates = [arm.name for arm in arms if arm.role == "candidate"]
+        taken = {cell["name"] for cell in self._values["cells"]}
+        gates: list[ThroughputGate | KlGate] = []
+        for position, table in enumerate(tables):
+            key: KeyPath = ("gates", position)
+            kind = table.get("kind") if isinstance(table, dict) else None
+            if not isinstance(kind, str) or kind not in _GATES:
+                valid = ", ".join(_GATES)
+                self._fail((*key, "kind"), f"no kind of gate: {shown(kind)}; valid: {valid}")
+            given = _parse(_GATES[kind], table, self._source, key)
+            if given.name in taken:
+                self._fail((*key, "name"), f"'{given.name}' is a cell or a gate already")
+            taken.add(given.name)
+            if not candidates:
+                self._fail(key, "a gate is about a candidate arm, which this window does not have")
+            if isinstance(given, _ThroughputGate):
+                gates.append(self._throughput(given, key, arms, cells, starts, repeats))
+            else:
+                gates.append(self._kl(given, key, candidates, variables))
+        return tuple(gates)
+
+    def _throughput(
+        self,
+        given: _ThroughputGate,
+        key: KeyPath,
+        arms: Sequence[Arm],
+        cells: Sequence[CellUse],
+        starts: Sequence[Start],
+        repeats: Mapping[str, int],
+    ) -> ThroughputGate:
+        names = [cell.name for cell in cells]
+        if given.cell not in names:
+            self._fail(
+                (*key, "cell"), f"no measured cell of this window{choices(given.cell, names)}"
+            )
+        higher = [
+            name
+            for name in self._metrics
+            if name not in METRICS or not METRICS[name].lower_is_better
+        ]
+        if given.metric not in higher:
+            self._fail(
+                (*key, "metric"),
+                f"a floor needs a metric of which more is better{choices(given.metric, higher)}",
+            )
+        if given.rate_tolerance is not None and given.metric != "decode_tok_s":
+            self._fail((*key, "rate_tolerance"), "belongs to metric 'decode_tok_s'")
+        for arm in arms:
+            count = sum(repeats[start.name] for start in starts if start.arm == arm.name)
+            if arm.role == "candidate" and count < GATE_REPEATS:
+                self._fail(
+                    ("window", "repeats"),
+                    f"arm '{arm.name}' has {count} over all its starts; gate '{given.name}' needs "
+                    f"{GATE_REPEATS} or more",
+                )
+        return ThroughputGate(**given.model_dump())
+
+    def _kl(
+        self,
+        given: _KlGate,
+        key: KeyPath,
+        candidates: Sequence[str],
+        variables: Mapping[str, str],
+    ) -> KlGate:
+        """Judge the report when the window is read: it was scored before, and is no value of it."""
+        from ..quality.reference import Limits, judge
+
+        arm = given.arm or candidates[0]
+        if given.arm is None and len(candidates) > 1:
+            self._fail((*key, "arm"), f"missing; valid: {', '.join(candidates)}")
+        if arm not in candidates:
+            self._fail((*key, "arm"), f"no candidate arm{choices(arm, candidates)}")
+        for name, value in given.shape.items():
+            if not isinstance(value, (str, int, float)):
+                self._fail(
+                    (*key, "shape", name), f"expected a text or a number, got {shown(value)}"
+                )
+        limits = Limits(
+            mean_kl_max=given.mean_kl_max,
+            top1_min=given.top1_min,
+            ppl_ratio_max=given.ppl_ratio_max,
+            trusted_share_min=given.trusted_share_min,
+        )
+        path = (self._path.parent / str(_fill(given.report, variables))).resolve()
+        try:
+            receipt = judge(path, limits, given.shape)
+        except (MeasurementRefused, UsageError, OSError, ValueError) as error:
+            self._fail((*key, "report"), one_line(str(error), 400))
+        told = receipt.report
+        return KlGate(
+            name=given.name,
+            arm=arm,
+            report=path.name,
+            report_sha256=str(told["sha256"]),
+            verdict=receipt.verdict,
+            checks=tuple(receipt.to_json()["checks"]),
+            scored={k: v for k, v in told.items() if k not in ("path", "ref_dir")},
+            shape=given.shape,
         )
 
     def _identical(

@@ -42,8 +42,11 @@ __all__ = [
     "ArchiveHead",
     "ArchiveUse",
     "ArmInfo",
+    "ArmKey",
     "CellResolution",
     "ClaimInfo",
+    "Cost",
+    "CostRow",
     "PilotInfo",
     "ProcessRules",
     "Promotion",
@@ -263,6 +266,47 @@ class Spread(_Part):
     )
 
 
+class CostRow(_Part):
+    """One metric of one cell in both arms. Fractions: 0.02 is 2 %."""
+
+    cell: str = Field(description="The cell.")
+    metric: str = Field(description="The metric.")
+    unit: str = Field(default="", description="Its unit.")
+    control: _Fraction | None = Field(default=None, description="Mean of the control's repeats.")
+    candidate: _Fraction | None = Field(
+        default=None, description="Mean of the candidate's repeats."
+    )
+    n_control: int = Field(default=0, ge=0, description="Repeats of the control.")
+    n_candidate: int = Field(default=0, ge=0, description="Repeats of the candidate.")
+    delta: _Fraction | None = Field(
+        default=None, description="Candidate over control, less 1; null: the control is 0."
+    )
+    floor: _Fraction | None = Field(
+        default=None, description="The metric's registered noise; null: none is registered."
+    )
+    outside: bool | None = Field(
+        default=None, description="Whether the change is larger than the noise; null: not known."
+    )
+    better: bool | None = Field(
+        default=None, description="Whether a change outside the noise is a gain; null: inside."
+    )
+
+
+class ArmKey(_Part):
+    """One key in which the two arms differ."""
+
+    key: str = Field(description="Flag, `env NAME` (its value hashed), `setting NAME`.")
+    control: str = Field(description="In the control; `not set` where it has none.")
+    candidate: str = Field(description="In the candidate.")
+
+
+class Cost(_Part):
+    """What a candidate changes, metric by metric, and in what its arm differs; decides nothing."""
+
+    rows: tuple[CostRow, ...] = Field(default=(), description="Every metric of both arms.")
+    differing: tuple[ArmKey, ...] = Field(default=(), description="Every differing key.")
+
+
 class RuleAnswer(_Part):
     """A process rule's answer."""
 
@@ -438,6 +482,10 @@ class Summary(_Part):
     archive: ArchiveUse | None = Field(default=None, description="The control archive.")
     spreads: dict[str, Spread] = Field(
         default_factory=dict, description="`<cell>/<metric>` to its spreads."
+    )
+    costs: dict[str, Cost] = Field(
+        default_factory=dict,
+        description="Candidate arm to its cost table, where the window registers noise.",
     )
     alerts: tuple[str, ...] = Field(
         default=(), description="What a person must look at, one line each."

@@ -42,6 +42,7 @@ from .advice import (
     widened,
 )
 from .deciding import in_pairs, is_seeded, judged
+from .gates import judge_gates
 from .plan import Plan, PlannedItem
 from .quality import QualityVerdict
 from .schedule import layout
@@ -145,6 +146,7 @@ class _Judge:
             for arm in self._window.candidates:
                 decision = self._decide(arm.name)
                 cells = self._quality(arm.name, quality.get(arm.name, ()))
+                cells += self._gates(arm.name)
                 if decision is not None:
                     decisions[arm.name] = decision.with_quality(cells)
         if not self._records and not self._incomplete:
@@ -273,6 +275,21 @@ class _Judge:
             cells.append(
                 CellResult(
                     use.name, found.verdict, self._decides, (), found.reason, gate=found.facts
+                )
+            )
+        return cells
+
+    def _gates(self, arm: str) -> list[CellResult]:
+        """The gates of one arm; what could not be judged is missing for the decision."""
+        cells: list[CellResult] = []
+        for found in judge_gates(self._plan, self._records, arm):
+            if found.verdict is None:
+                self._missing(True, f"arm {arm}: gate {found.gate} not judged: {found.reason}")
+                continue
+            self._notes.extend(f"arm {arm}: {one_line(note)}" for note in found.notes)
+            cells.append(
+                CellResult(
+                    found.gate, found.verdict, self._decides, (), found.reason, gate=found.facts
                 )
             )
         return cells

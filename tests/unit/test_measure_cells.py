@@ -244,6 +244,7 @@ def test_metrics_have_the_orientation_of_the_rules() -> None:
         "client_tok_s": False,
         "prefill_tok_s": False,
         "rounds": True,
+        "fairness": False,
     }
     assert [name for name, metric in METRICS.items() if metric.needs_speculation] == [
         "accepted_per_round"

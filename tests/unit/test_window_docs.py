@@ -43,15 +43,19 @@ def section(title: str) -> str:
 
 def documented(title: str) -> dict[str, list[str]]:
     rows = (line.strip("| ").split(" | ") for line in section(title).splitlines())
-    return {row[0].strip("`"): row[1:] for row in rows if re.fullmatch(r"`[a-z_]+`", row[0])}
+    return {row[0].strip("`"): row[1:] for row in rows if re.fullmatch(r"`[a-z0-9_]+`", row[0])}
 
 
 QUALITY = '[[cells]]` with `role = "quality"'
+THROUGHPUT = '[[gates]]` with `kind = "throughput"'
+KL_GATE = '[[gates]]` with `kind = "kl"'
 TABLES: list[tuple[str, type[BaseModel]]] = [
     ("[window]", module._Window),
     ("[arms.NAME]", module._Arm),
     ("[[cells]]", module._Cell),
     (QUALITY, module._Quality),
+    (THROUGHPUT, module._ThroughputGate),
+    (KL_GATE, module._KlGate),
     ("[pilot]", module._Pilot),
     ("[[claims]]", module._Claim),
     ("[limits]", module._Limits),
@@ -103,6 +107,8 @@ def tables() -> dict[str, dict[str, Any]]:
         "[arms.NAME]": inside["arms"]["additionalProperties"],
         "[[cells]]": inside["cells"]["items"]["else"],
         QUALITY: inside["cells"]["items"]["then"],
+        THROUGHPUT: inside["gates"]["items"]["else"],
+        KL_GATE: inside["gates"]["items"]["then"],
         "[pilot]": inside["pilot"],
         "[[claims]]": inside["claims"]["items"],
         "[limits]": inside["limits"],

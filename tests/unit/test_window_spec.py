@@ -224,7 +224,8 @@ def test_plugins_add_metrics_and_kinds_of_target(tmp_path: Path) -> None:
 # -- what is refused -------------------------------------------------------------------------------
 
 METRICS = (
-    "ms_per_round, accepted_per_round, ttft_ms, decode_tok_s, client_tok_s, prefill_tok_s, rounds"
+    "ms_per_round, accepted_per_round, ttft_ms, decode_tok_s, client_tok_s, prefill_tok_s, rounds, "
+    "fairness"
 )
 NAME_RULE = "1 to 64 of letters, digits, '.', '_' and '-', the first a letter or digit"
 
@@ -239,7 +240,7 @@ REFUSED = {
         "[limits]",
         "[limit]",
         "w.toml:24: limit: unknown key; did you mean 'limits'?; valid: window, arms, cells, "
-        "claims, limits, advice, pilot, variables, target",
+        "claims, limits, advice, noise, gates, pilot, variables, target",
     ),
     "misspelt required key": (
         'lane = "DEMO"',

@@ -1,0 +1,265 @@
+"""Gates and the cost table of a window, from its plan and values alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_kl_reference_gate import report
+from window_values import CELLS, values_of, window_text
+
+from pytest_dsv41.errors import SpecError
+from pytest_dsv41.report.terminal import render_window
+from pytest_dsv41.window.arm_keys import arm_keys, differing
+from pytest_dsv41.window.cost import cost_tables
+from pytest_dsv41.window.gates import lower_bound
+from pytest_dsv41.window.plan import Plan, make_plan
+from pytest_dsv41.window.spec import Arm, load_spec
+from pytest_dsv41.window.summary import Restore, Summary, WindowInfo
+from pytest_dsv41.window.verdict import Outcome, conclude
+
+FLOOR = """
+[[gates]]
+name = "floor"
+kind = "throughput"
+cell = "decode-b1"
+metric = "client_tok_s"
+floor = {floor}
+source = "the former shape, 240 tokens/s"
+"""
+
+
+def plan(folder: Path, more: str, **text: Any) -> Plan:
+    (folder / "w.toml").write_text(window_text(**text) + more)
+    cells = {name: {**cell, "prompts": ["p"]} for name, cell in CELLS.items()}
+    return make_plan(load_spec(folder / "w.toml"), cells, window_id="L-w-W-20261101T000000Z")
+
+
+def ended(made: Plan, **changes: Any) -> Outcome:
+    faster = {("c1", "ms_per_round"): 0.9, ("c1", "client_tok_s"): 1.0}
+    return conclude(Plan.from_json(made.to_json()), values_of(made, {**faster, **changes}))
+
+
+# -- throughput --------------------------------------------------------------------------------
+
+
+def test_the_lower_bound_is_scipys() -> None:
+    values = [136.0, 131.5, 140.25, 133.0]
+    low, _ = stats.t.interval(0.95, len(values) - 1, loc=np.mean(values), scale=stats.sem(values))
+    assert lower_bound(values) == (pytest.approx(np.mean(values)), pytest.approx(low))
+    assert lower_bound([5.0, 5.0, 5.0]) == (5.0, 5.0)
+
+
+def test_a_floor_that_is_kept_changes_nothing(tmp_path: Path) -> None:
+    found = ended(plan(tmp_path, FLOOR.format(floor=200.0)))
+    assert (found.status, found.exit_code) == ("CANDIDATE", 0)
+    gate = found.decisions["c1"]["cells"]["floor"]
+    assert (gate["verdict"], gate["decides"]) == ("PASS", True)
+    assert gate["gate"]["source"] == "the former shape, 240 tokens/s"
+    assert gate["gate"]["low"] < gate["gate"]["mean"]
+    assert "the floor is 200 (the former shape, 240 tokens/s)" in gate["reason"]
+
+
+def test_a_candidate_below_its_floor_is_none_whatever_it_won(tmp_path: Path) -> None:
+    found = ended(plan(tmp_path, FLOOR.format(floor=260.0)))
+    assert (found.status, found.exit_code) == ("NOT A CANDIDATE", 11)
+    assert found.decisions["c1"]["cells"]["decode-b1"]["verdict"] == "WIN"
+    assert any(line.startswith("floor: gate LOSS: ") for line in found.explanations["c1"])
+
+
+def test_the_bound_is_held_against_the_floor_and_not_the_mean(tmp_path: Path) -> None:
+    made = plan(tmp_path, FLOOR.format(floor=250.0), repeats="3")
+    rows = values_of(made, {("c1", "ms_per_round"): 0.9})
+    for row, value in zip(
+        [row for row in rows if row["arm"] == "c1" and row["cell"] == "decode-b1"],
+        (251.0, 252.0, 250.5, 251.0, 252.0, 230.0),
+        strict=True,
+    ):
+        row["values"]["client_tok_s"]["value"] = value
+    assert conclude(made, rows).status == "NOT A CANDIDATE"
+
+
+def test_a_repeat_without_the_metric_leaves_the_window_incomplete(tmp_path: Path) -> None:
+    made = plan(tmp_path, FLOOR.format(floor=200.0))
+    rows = values_of(made, {("c1", "ms_per_round"): 0.9})
+    del next(r for r in rows if r["arm"] == "c1" and r["cell"] == "decode-b1")["values"][
+        "client_tok_s"
+    ]
+    found = conclude(made, rows)
+    assert found.status == "INCOMPLETE"
+    assert any("gate floor not judged: client_tok_s" in line for line in found.incomplete)
+
+
+def rated(tmp_path: Path, engine_ms: float) -> Outcome:
+    """The document's kind of reading: the client's 159 tokens/s beside the engine's own."""
+    more = FLOOR.format(floor=30.8).replace("client_tok_s", "decode_tok_s")
+    made = plan(tmp_path, more + "rate_tolerance = 0.10\n")
+    rows = values_of(made, {("c1", "ms_per_round"): 0.9})
+    for row in rows:
+        row["values"]["decode_tok_s"] = {
+            "value": 159.0, "unit": "tokens/s", "lower_is_better": False, "source": "client",
+            "parts": {"tokens": 512, "server_decode_ms": engine_ms},
+        }  # fmt: skip
+    return conclude(made, rows)
+
+
+def test_client_and_engine_rates_that_disagree_are_named(tmp_path: Path) -> None:
+    # 511 tokens at the engine's 121.9 tokens/s; 159 / 121.9 is 30 % more.
+    found = rated(tmp_path, 511 / 121.9 * 1000)
+    assert found.status == "CANDIDATE"
+    notes = [note for note in found.notes if "floor" in note]
+    assert len(notes) == 6
+    assert "the client reads 159 tokens/s and the engine 121.9, 30 % apart" in notes[0]
+    assert "registered are 10 %" in notes[0]
+    assert not [note for note in rated(tmp_path, 511 / 158 * 1000).notes if "floor" in note]
+
+
+# -- KL ----------------------------------------------------------------------------------------
+
+KL = """
+[[gates]]
+name = "same"
+kind = "kl"
+report = "r.json"
+shape = {{ kv_dtype = "{dtype}", max-num-batched-tokens = 2048 }}
+"""
+ARMS = 'args = ["--kv-dtype", "fp8", "--max-num-batched-tokens=2048"]\n'
+
+
+def kl_plan(folder: Path, kl: float, dtype: str = "fp8", arms: str = ARMS) -> Plan:
+    if not (folder / "r.json").exists():
+        report(folder / "r.json", kl, 20)
+    text = window_text().replace('role = "candidate"\n', f'role = "candidate"\n{arms}')
+    (folder / "w.toml").write_text(text + KL.format(dtype=dtype))
+    return make_plan(load_spec(folder / "w.toml"), CELLS, window_id="L-w-W-20261101T000000Z")
+
+
+def test_a_kl_score_is_judged_by_the_windows_limits(tmp_path: Path) -> None:
+    made = kl_plan(tmp_path, 0.0146)
+    found = ended(made)
+    assert (found.status, found.notes) == ("CANDIDATE", [])
+    gate = found.decisions["c1"]["cells"]["same"]
+    assert gate["gate"]["shape"] == {"kv_dtype": "fp8", "max-num-batched-tokens": 2048}
+    assert "mean KL 0.0146 (<= 0.03)" in gate["reason"]
+    assert "top-1 agreement 1 (>= 0.95)" in gate["reason"]
+    # What was scored is part of the plan: another report is another plan.
+    (tmp_path / "r.json").unlink()
+    (tmp_path / "r.json.rows").unlink()
+    assert kl_plan(tmp_path, 0.0148).digest != made.digest
+
+
+def test_a_score_beyond_a_limit_rejects(tmp_path: Path) -> None:
+    found = ended(kl_plan(tmp_path, 0.0313))
+    assert found.status == "NOT A CANDIDATE"
+    assert found.decisions["c1"]["cells"]["same"]["verdict"] == "LOSS"
+
+
+def test_an_arm_that_left_the_scored_shape_is_warned_of(tmp_path: Path) -> None:
+    found = ended(kl_plan(tmp_path, 0.0146, dtype="bf16"))
+    assert found.status == "CANDIDATE"
+    (note,) = found.notes
+    assert "same: kv_dtype was bf16 where it was scored, arm c1 has fp8" in note
+    assert "does not stand for that shape" in note
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ('[[gates]]\nname = "g"\nkind = "speed"\n', "no kind of gate: 'speed'; valid: throughput"),
+        (FLOOR.format(floor=1.0).replace('"decode-b1"', '"decode-b9"'), "no measured cell"),
+        (FLOOR.format(floor=1.0).replace("client_tok_s", "ttft_ms"), "of which more is better"),
+        (FLOOR.format(floor=0.0), "0 is not above 0"),
+        (FLOOR.format(floor=1.0).replace('"floor"', '"decode-b1"'), "is a cell or a gate already"),
+        (FLOOR.format(floor=1.0) + "rate_tolerance = 0.1\n", "belongs to metric 'decode_tok_s'"),
+        (FLOOR.format(floor=1.0).replace("source", "sauce"), "unknown key"),
+        (KL.format(dtype="fp8").replace("r.json", "none.json"), "gates[0].report: "),
+        (KL.format(dtype="fp8") + 'arm = "x"\n', "no candidate arm; valid: c1"),
+        ("[noise]\nspeed = 0.02\n", "noise.speed: unknown metric"),
+        ("[noise]\nttft_ms = 2\n", "expected a fraction such as 0.03"),
+        ("[noise]\nttft_ms = true\n", "expected a fraction such as 0.03"),
+    ],
+)
+def test_a_gate_that_cannot_be_is_one_line_with_its_place(
+    tmp_path: Path, more: str, told: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        plan(tmp_path, more.replace("}}", "}").replace("{{", "{"))
+    message = str(caught.value)
+    assert told in message
+    assert message.split(": ")[0].rpartition(":")[2].isdigit()
+
+
+def test_a_floor_needs_three_repeats(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="gate 'floor' needs 3 or more"):
+        plan(
+            tmp_path, FLOOR.format(floor=1.0), schedule="C/X", repeats="{ C = 3, X = 2 }",
+            cells='[[cells]]\nname = "decode-b1"\n',
+        )  # fmt: skip
+
+
+# -- the cost table ----------------------------------------------------------------------------
+
+
+def test_every_metric_stands_beside_its_noise(tmp_path: Path) -> None:
+    made = plan(tmp_path, "[noise]\nms_per_round = 0.02\nttft_ms = 0.03\nclient_tok_s = 0.03\n")
+    factors = {
+        ("c1", "ms_per_round"): 0.9, ("c1", "ttft_ms"): 1.25, ("c1", "client_tok_s"): 1.01,
+    }  # fmt: skip
+    cost = cost_tables(made, values_of(made, factors, noise=0.0))["c1"]
+    rows = {row.metric: row for row in cost.rows if row.cell == "decode-b1"}
+    told = {
+        name: (round(row.delta or 0.0, 9), row.floor, row.outside, row.better)
+        for name, row in rows.items()
+    }
+    assert told == {
+        "ms_per_round": (-0.1, 0.02, True, True),
+        "accepted_per_round": (0.0, None, None, None),
+        "client_tok_s": (0.01, 0.03, False, None),
+        "ttft_ms": (0.25, 0.03, True, False),
+    }
+    assert {row.cell for row in cost.rows} == {"decode-b1", "prefill-b1"}
+    assert cost_tables(plan(tmp_path, ""), values_of(made)) == {}
+
+
+def test_the_reports_show_it(tmp_path: Path) -> None:
+    made = plan(tmp_path, "[noise]\nttft_ms = 0.03\n")
+    rows = values_of(made, {("c1", "ttft_ms"): 1.25}, noise=0.0)
+    summary = Summary(
+        window=WindowInfo(id="L-w-W-1", lane="L", name="w"),
+        status="COMPLETE",
+        exit_code=0,
+        restore=Restore(status="NOT NEEDED: production untouched"),
+        costs=cost_tables(made, rows),
+    )
+    shown = render_window(summary, made.to_json(), rows, width=100, color=False)
+    line = next(line for line in shown.splitlines() if line.startswith("decode-b1 ttft_ms"))
+    assert line.split() == [
+        "decode-b1", "ttft_ms", "20.00", "25.00", "+25.0", "%", "±", "3.0", "%", "outside,", "WORSE"
+    ]  # fmt: skip
+    assert "the two arms differ in no key" in shown
+
+
+def test_every_differing_key_is_listed() -> None:
+    one = Arm(
+        name="a", role="control", symbol="C", args=("serve", "--kv-dtype", "fp8", "--seqs=3", "-q"),
+        env={"KEY": "sha256:1"}, settings={"pool": 3543},
+    )  # fmt: skip
+    two = Arm(
+        name="b", role="candidate", symbol="X", args=("serve", "--kv-dtype", "bf16", "-q", "--new"),
+        env={"KEY": "sha256:2"}, settings={"pool": 6912}, speculation=False,
+    )  # fmt: skip
+    assert arm_keys(one) == {
+        "argument 0": "serve", "--kv-dtype": "fp8", "--seqs": "3", "-q": "on",
+        "env KEY": "sha256:1", "setting pool": "3543",
+    }  # fmt: skip
+    assert differing(arm_keys(one), arm_keys(two)) == [
+        ("--kv-dtype", "fp8", "bf16"),
+        ("--new", "not set", "on"),
+        ("--seqs", "3", "not set"),
+        ("env KEY", "sha256:1", "sha256:2"),
+        ("setting pool", "3543", "6912"),
+        ("speculation", "not set", "off"),
+    ]
