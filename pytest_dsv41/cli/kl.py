@@ -148,10 +148,11 @@ def _record(args: argparse.Namespace) -> int:
 
     if (args.folder / "topk.json").exists():
         raise UsageError(f"{args.folder}: already holds a reference, which is never overwritten")
+    like = None if args.like is None else plan_like(open_recording(args.like))
     try:
         engine = get_engine(args.engine)
-        if args.like is not None:
-            plan = plan_like(open_recording(args.like))
+        if like is not None:
+            plan = like
         else:
             model = args.model or engine.models(args.url)[0]
             plan = corpus_plan(args.corpus, lambda text: engine.tokenize(args.url, model, text))
@@ -205,6 +206,8 @@ def _score(args: argparse.Namespace) -> int:
         new_file(path, "a report is never overwritten")
     reference = open_recording(args.reference)
     candidate = open_recording(args.candidate, model=args.model)
+    if args.reference.samefile(args.candidate):
+        raise UsageError(f"{args.candidate}: is the reference itself: two recordings are needed")
     topk = None
     with _progress("scoring") as progress:
         if isinstance(reference, Dense) and isinstance(candidate, Dense):
@@ -318,6 +321,8 @@ def _spec(path: Path) -> tuple[Limits, dict[str, Any]]:
             raise source.error((key,), f"unknown key{choices(key, (*_LIMITS, 'shape'))}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
             raise source.error((key,), "a number of at least 0 is needed")
+        if key == "ppl_ratio_max" and value == 0:
+            raise source.error((key,), "0 cannot be kept: a ratio of perplexities is above it")
         if key in ("top1_min", "trusted_share_min") and value > 1:
             raise source.error((key,), f"{value} is above 1; 95 % is written 0.95")
         given[key] = float(value)

@@ -41,7 +41,7 @@ SCHEMA: Final = "dsv41-band-1"
 SEED: Final = 41
 """Seed of the bootstrap behind the ceiling; written into the band."""
 EXACT_CEILING: Final = 1e-6
-"""The least ceiling, in nats: that of an A/A without any difference."""
+"""The ceiling, in nats, where every KL of the A/A is 0: it lets rounding pass."""
 CV_MOST: Final = 3.0
 """The mean-KL test keeps its rate of false losses while the A/A's KL has a cv up to here."""
 _STRICT: Final = {"extra": "forbid", "allow_inf_nan": False}
@@ -230,9 +230,13 @@ def register_band(pairs: Sequence[tuple[Probe, Probe]], *, seed: int = SEED) -> 
         prefixes=first.prefixes,
         comparisons=tuple(found),
         seed=seed,
-        kl_ceiling=max(EXACT_CEILING, mean_ceiling(kls.ravel(), seed=seed)),
-        prompt_ceiling=max(EXACT_CEILING, mean_ceiling(by_prompt, seed=seed)),
+        kl_ceiling=_ceiling(kls.ravel(), seed),
+        prompt_ceiling=_ceiling(by_prompt, seed),
     )
+
+
+def _ceiling(kls: Floats, seed: int) -> float:
+    return mean_ceiling(kls, seed=seed) if kls.any() else EXACT_CEILING
 
 
 def save_band(path: Path, band: Band) -> str:

@@ -219,9 +219,11 @@ def compare_greedy(
 
     Raises:
         UsageError: a limit that is none.
-        MeasurementRefused: kind `other-prompts`: the arms answered other prompts, or split them
-            otherwise; kind `max-tokens`.
+        MeasurementRefused: kind `same-run` (one run against itself); kind `other-prompts`: the
+            arms answered other prompts, or split them otherwise; kind `max-tokens`.
     """
+    if control.run == candidate.run:
+        raise MeasurementRefused("same-run", f"both are the run {control.run}")
     if not 0 <= near_tie_nats < float("inf"):
         raise UsageError(f"near tie {near_tie_nats!r}: valid: 0 and more nats")
     asked = [[(row.name, row.prompt_ids) for row in record.rows] for record in (control, candidate)]

@@ -90,6 +90,8 @@ def checked_vector(pairs: Iterable[tuple[int, float]], *, top_n: int = TOP_N) ->
             present.append((token, float(value)))
     if not present:
         raise MeasurementRefused("empty", "no token has a probability")
+    # Absent tokens are as if not listed: one token at 0 with minus infinity beside it is what a
+    # server gives that tells its sampled token in place of probabilities (RULES section 4).
     if all(value == 0.0 for _, value in present):
         raise MeasurementRefused(
             "all-zero", "every log-probability is 0: the server gives no probabilities"

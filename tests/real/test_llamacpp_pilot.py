@@ -11,29 +11,24 @@ answers of a tenth of the registered length.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from pilot_scale import scale
 
 from pytest_dsv41.cli import main
-from pytest_dsv41.measure import corpus, seeded
-from pytest_dsv41.measure.corpus import PACKAGED, Corpus
 from pytest_dsv41.quality.bands import load_band
-from pytest_dsv41.quality.bridge import BRIDGE_CELLS, bridge_report
+from pytest_dsv41.quality.bridge import bridge_report
 from tests.lifecycle.running import assert_ended_well, run
 
 SHIPPED = Path(__file__).parents[2] / "pytest_dsv41/window/examples/llamacpp.toml"
-SCALED = ("short", "32k-0", "32k-1", "32k-2", "32k-3")
-TENTH = 10
 PROMPTS = 16
 SERVER = ("--metrics", "--slots", "-np", "4", "-t", "1", "-tb", "1", "--no-webui", "-c", "8192")
 
@@ -48,25 +43,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A corpus with texts of some 200 tokens under the registered names, pinned here alone."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    packaged = Corpus.load(PACKAGED)
-    cuts = {}
-    for number, name in enumerate(SCALED):
-        text = packaged.prompt(f"dist-short-{number + 20}").text[:900]
-        (folder / f"{name}.txt").write_text(text, "utf-8")
-        cuts[name] = {"tokens": None, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    (folder / "cuts.json").write_text(json.dumps(cuts), "utf-8")
-    monkeypatch.setenv("DSV41_CORPUS", str(folder))
-    for cells in (seeded.SEEDED_CELLS, BRIDGE_CELLS):
-        for name, cell in list(cells.items()):
-            monkeypatch.setitem(cells, name, replace(cell, max_tokens=cell.max_tokens // TENTH))
-    pins: dict[str, str] = {}
-    for module in (corpus, seeded):
-        monkeypatch.setattr(module, "PROMPT_SHA256", pins)
-    return folder
+def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of some 200 tokens under the registered names."""
+    scale(tmp_path / "corpus", monkeypatch, 900)
 
 
 DRAFTS = ("--spec-type", "ngram-cache", "--spec-draft-n-max", "4")

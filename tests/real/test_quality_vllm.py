@@ -106,8 +106,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(model: Path) -> Iterator[Endpoint]:
-    """A vLLM in float32 on a free port."""
+def serving(model: Path, *more: str) -> Iterator[Endpoint]:
+    """A vLLM in float32 on a free port; `more` are further words of its command line."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -115,7 +115,7 @@ def serving(model: Path) -> Iterator[Endpoint]:
         PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
         "--max-model-len", "1024", "--max-num-seqs", "4", "--dtype", "float32",
-        "--enforce-eager", "--enable-prompt-tokens-details",
+        "--enforce-eager", "--enable-prompt-tokens-details", *more,
     ]  # fmt: skip
     log = model / "log"
     with log.open("wb") as out:

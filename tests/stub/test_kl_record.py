@@ -111,6 +111,11 @@ def test_the_same_server_scores_zero_and_another_model_does_not(
     assert (near.scores.kl > 0).all()
     assert main(words(served, tmp_path / "p", "--corpus", str(corpus))) == 4
     assert "never overwritten" in capsys.readouterr().err
+    # A recording that cannot be read is a wrong argument, not a fault of the server.
+    (tmp_path / "again" / "top.bin").unlink()
+    assert main(words(served, tmp_path / "new", "--like", str(tmp_path / "again"))) == 4
+    assert "top.bin: is missing" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_documents_at_a_time_and_cold_positions_give_the_same_lists(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -204,13 +205,16 @@ def test_answers_that_cannot_be_believed_refuse_the_run(
 # ---- by hand ---------------------------------------------------------------------------------
 
 
+RUNS = itertools.count(1)
+
+
 def record(
     *tokens: tuple[int, ...], tops: object = None, ids: tuple[int, ...] = (7,)
 ) -> GreedyRecord:
     """A control whose lists always have 1 before 2 before 3, 0.4 nats apart."""
     top = ((1, -0.7), (2, -1.1), (3, -1.5))
     return GreedyRecord(
-        "dsv41-greedy-1", "run", "vllm", "1", "m", 8, 20, "2026-01-01T00:00:00Z",
+        "dsv41-greedy-1", f"run-{next(RUNS)}", "vllm", "1", "m", 8, 20, "2026-01-01T00:00:00Z",
         tuple(
             GreedyRow(f"p{i}", "0" * 64, ids, row, "length",
                       tuple(top for _ in row) if tops is None else tops)  # type: ignore[arg-type]
@@ -259,6 +263,13 @@ def test_other_prompts_and_lengths_are_refused() -> None:
         with pytest.raises(MeasurementRefused) as refused:
             compare_greedy(record((1,)), other)
         assert refused.value.kind == kind
+
+
+def test_a_run_is_not_set_against_itself() -> None:
+    same = record((1, 1))
+    with pytest.raises(MeasurementRefused, match="both are the run run-") as refused:
+        compare_greedy(same, replace(same, model="renamed"))
+    assert refused.value.kind == "same-run"
 
 
 @settings(max_examples=60, deadline=None)

@@ -152,6 +152,9 @@ def test_a_server_that_has_left_the_scored_shape_is_told_key_by_key(
         ('mean_kl_max = "low"\n', "gate.toml:1: mean_kl_max: a number of at least 0 is needed"),
         ("mean_kl_max = -1\n", "gate.toml:1: mean_kl_max: a number of at least 0 is needed"),
         ("top1_min = true\n", "gate.toml:1: top1_min: a number of at least 0 is needed"),
+        ("mean_kl_max = nan\n", "gate.toml:1: mean_kl_max: nan is not a finite number"),
+        ("ppl_ratio_max = inf\n", "gate.toml:1: ppl_ratio_max: inf is not a finite number"),
+        ("ppl_ratio_max = 0\n", "gate.toml:1: ppl_ratio_max: 0 cannot be kept"),
         ("shape = 3\n", "gate.toml:1: shape: is no table"),
         ("[shape]\nkv = [1]\n", "gate.toml:2: shape.kv: a text, number, true or false is needed"),
     ],
@@ -198,7 +201,14 @@ def test_the_commands_and_their_exit_codes(
     (good / "kld.json").unlink()
     assert main(["kl", "verify", str(good)]) == 1
     assert "has no kld.json" in capsys.readouterr().out
-    assert main(["kl", "score", str(good), str(good), "--out", str(tmp_path / "x")]) == 4
+    other = write_kld(tmp_path / "other", DOCS, logp)
+    words = ["kl", "score", str(other), "--out", str(tmp_path / "x")]
+    assert main([*words, str(good)]) == 4
+    assert "has no kld.json" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(other)
+    for same in (other, tmp_path / "link"):
+        assert main([*words, str(same)]) == 4
+        assert f"{same}: is the reference itself: two" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
     chunk = [list(range(20))]

@@ -379,6 +379,14 @@ def test_a_corpus_line_is_a_document_and_the_fingerprint_is_of_all_lines(tmp_pat
         ('{"prompt": "abc", "source": 3}', "corpus.jsonl:2: source: 3 is no text"),
         ('{"prompt": "abc", "score_from": -1}', "corpus.jsonl:2: score_from: -1; an integer"),
         ('{"prompt": "abc", "score_from": true}', "corpus.jsonl:2: score_from: True"),
+        (
+            '{"prompt": "ab\\ud800"}',
+            r"corpus.jsonl:2: prompt: character 3 is \\ud800, half of a surrogate pair",
+        ),
+        (
+            '{"prompt": "abc", "source": "\\udfff"}',
+            r"corpus.jsonl:2: source: character 1 is \\udfff, half of",
+        ),
         ('{"prompt": "abc", "score_from": 2}', "corpus.jsonl:2: 3 tokens leave nothing to score"),
     ],
 )

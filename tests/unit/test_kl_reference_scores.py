@@ -29,6 +29,8 @@ DOCS: Documents = [
     ("wiki", [7, 7, 7], 1),
 ]
 ROWS = 3 + 3 + 1
+FLOAT32 = 5e-8
+"""Nats by which a KL may be off, as everything but the likeliest tokens is summed in float32."""
 
 
 def pair(tmp_path: Path, p: np.ndarray, q: np.ndarray, docs: Documents = DOCS) -> tuple[Path, Path]:
@@ -42,7 +44,7 @@ def pair(tmp_path: Path, p: np.ndarray, q: np.ndarray, docs: Documents = DOCS) -
     spread=st.sampled_from([0.1, 2.0, 8.0]),
     change=st.sampled_from([0.0, 0.01, 0.3, 5.0]),
 )
-def test_the_kl_is_that_of_the_stored_values_in_double_precision(
+def test_the_kl_is_that_of_the_stored_values(
     tmp_path_factory: pytest.TempPathFactory, n_vocab: int, seed: int, spread: float, change: float
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("kl")
@@ -53,8 +55,8 @@ def test_the_kl_is_that_of_the_stored_values_in_double_precision(
 
     found = score(open_recording(left), open_recording(right), threads=1 + seed % 3)
 
-    np.testing.assert_allclose(found.kl, expected_kl(p, q), rtol=1e-6, atol=1e-9)
-    assert (found.kl >= -1e-12).all()
+    np.testing.assert_allclose(found.kl, expected_kl(p, q), rtol=1e-6, atol=FLOAT32)
+    assert (found.kl >= -FLOAT32).all()
     if change == 0.0:
         assert np.abs(found.kl).max() < 1e-12
     assert found.top1.tolist() == (p.argmax(axis=1) == q.argmax(axis=1)).tolist()
@@ -152,7 +154,7 @@ def test_many_blocks_come_out_in_order_and_progress_reaches_the_end(tmp_path: Pa
         open_recording(left), open_recording(right), threads=3,
         progress=lambda done, total: told.append((done, total)),
     )  # fmt: skip
-    np.testing.assert_allclose(found.kl, expected_kl(p, q), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(found.kl, expected_kl(p, q), rtol=1e-6, atol=FLOAT32)
     assert told == sorted(told)
     assert told[-1] == (1300, 1300)
     assert len(told) == 3

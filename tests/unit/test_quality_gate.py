@@ -98,7 +98,7 @@ def test_counts_are_held_against_the_exact_conditional_binomial(c: int, aa: list
 
 
 def test_more_aa_runs_see_a_smaller_excess() -> None:
-    one, three = band_of(kinds(N, flip=1)), band_of(*[kinds(N, flip=1, far=1)] * 3)
+    one, three = band_of(kinds(N, flip=1, far=1)), band_of(*[kinds(N, flip=1, far=1)] * 3)
     assert judged(one, kinds(N, flip=6)).verdict == "PASS"
     # 6 against 3 in three runs: P(X >= 6), X ~ Bin(9, 1/4).
     assert binom.sf(5, 9, 0.25) == pytest.approx(0.00999, abs=1e-4)
@@ -167,6 +167,15 @@ def test_an_exact_aa_has_a_ceiling_of_a_millionth_and_says_so() -> None:
     assert found.verdict == "PASS"
     assert any("exact" in remark for remark in found.remarks)
     assert judged(band, kinds(N, far=1)).verdict == "LOSS"
+
+
+def test_an_aa_that_is_not_exact_has_the_ceiling_that_its_positions_give() -> None:
+    # A flip is a KL of 8e-8: the millionth of an exact A/A would let 12 times as much pass.
+    band = band_of(kinds(N, flip=N))
+    assert FLIP_KL < 1e-7
+    assert not band.exact
+    assert band.kl_ceiling == pytest.approx(1.5 * FLIP_KL, rel=1e-6)
+    assert band.prompt_ceiling == pytest.approx(1.5 * FLIP_KL, rel=1e-6)
 
 
 def test_a_ceiling_that_the_spread_makes_untrustworthy_is_said() -> None:

@@ -47,12 +47,13 @@ def convert(
         n_vocab=base.n_vocab,
         documents=documents,
     )
+    every = np.arange(base.n_vocab)[None]
     with writer, base.reader() as reader:
         for row in range(base.rows):
             block = reader.read(row, 1)
-            pairs = block.table(0).as_q[block.codes[0]]
-            logp = np.where(pairs.real > 0, pairs.imag, -np.inf).astype(np.float32)
-            writer.append(logp, nll=float(block.nll[0]))
+            logp, mass = (values[0] for values in block.stored(every))
+            logp = np.where(mass > 0, logp, -np.inf)
+            writer.append(logp.astype(np.float32), nll=float(block.nll[0]))
             if progress is not None:
                 progress(row + 1, base.rows)
         return writer.finish()

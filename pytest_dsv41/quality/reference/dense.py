@@ -1,13 +1,12 @@
 """A dense recording: every token's log-probability at every scored position, as 16-bit codes.
 
-Both formats that hold one store a row as `n_vocab` 16-bit codes; a table of 65,536 entries gives
-each code its log-probability. So a row is never turned into floats: sums over it are sums over
-looked-up table entries, in double precision, piece by piece in the processor's cache.
+Both formats that hold one store a row as `n_vocab` 16-bit codes. A row is decoded piece by piece
+into float32, in the processor's cache: what that rounds is far below the 16 bits, and the likeliest
+tokens, which hold most of a row's mass, can be had in double precision beside it.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -23,81 +22,72 @@ from pytest_dsv41.quality.reference.recording import Recording
 
 __all__ = [
     "LOGP_MAX",
+    "LOWEST",
     "Block",
     "Codes",
     "Dense",
+    "Floats32",
+    "Floats64",
     "Reader",
-    "Table",
     "read_exact",
 ]
 
 Codes = NDArray[np.uint16]
+Floats32 = NDArray[np.float32]
+Floats64 = NDArray[np.float64]
 LOGP_MAX: Final = 0.001
 """A log-probability above this is none; up to it, it is rounding."""
-N_CODES: Final = 1 << 16
-
-
 LOWEST: Final = -65504.0
 """The lowest finite float16: what minus infinity counts as where there is no mass on it."""
-
-
-class Table:
-    """What each of the 65,536 codes stands for: `logp[code]`, a natural log-probability.
-
-    A code that is no log-probability is NaN in the pairs, so that no sum over it passes. `absent`
-    codes have no probability of their own: minus infinity, or a value below the format's floor.
-    """
-
-    def __init__(self, logp: NDArray[np.float64], absent: NDArray[np.bool_]) -> None:
-        self.logp = logp
-        self._absent = absent
-
-    @functools.cached_property
-    def as_q(self) -> NDArray[np.complex128]:
-        """(e^logp, logp) of each code, as one complex number: one look-up gives both."""
-        pairs = np.empty(len(self.logp), np.complex128)
-        pairs.imag = np.maximum(self.logp, LOWEST)
-        pairs.real = np.exp(pairs.imag)
-        pairs.real[self._absent] = 0.0
-        pairs[~(self.logp <= LOGP_MAX)] = complex(np.nan, np.nan)
-        return pairs
-
-    @functools.cached_property
-    def as_p(self) -> NDArray[np.complex128]:
-        """(e^logp, e^logp · logp) of each code."""
-        pairs = self.as_q.copy()
-        pairs.imag *= pairs.real
-        return pairs
 
 
 @dataclass(frozen=True)
 class Block(ABC):
     """Consecutive rows of a recording.
 
-    `codes` has the shape (rows, n_vocab). `top_ids` and `top_logp`, (rows, k), are the likeliest
-    tokens with their exact values, the likeliest first; k is 0 where a format keeps none. `top1`
-    is the likeliest token of each row, a tie the lower id; `nll` the negative log-likelihood of
-    each row's next token, in nats. `zero` is the code of a probability of 0, where there is one.
+    `codes` has the shape (rows, n_vocab), and `peak` each row's largest code. `top_ids` and
+    `top_logp`, (rows, k), are the likeliest tokens with their exact values, the likeliest first; k
+    is 0 where a format keeps none. `top1` is the likeliest token of each row, a tie the lower id;
+    `nll` the negative log-likelihood of each row's next token, in nats. `zero` is the code of a
+    probability of 0, where there is one: the largest that a sound row has.
+
+    A token is absent where it has no probability of its own: minus infinity, or a value below the
+    format's floor. It then has a log-probability, `LOWEST` or the floor, and the probability 0.
     """
 
     codes: Codes
+    peak: Codes
     top_ids: NDArray[np.int32]
-    top_logp: NDArray[np.float64]
+    top_logp: Floats64
     top1: NDArray[np.int32]
-    nll: NDArray[np.float64]
+    nll: Floats64
     zero: int | None
 
     @abstractmethod
-    def table(self, row: int) -> Table:
-        """Return what the codes of one row stand for."""
+    def decode(self, row: int, first: int, logp: Floats32, mass: Floats32) -> None:
+        """Write log-probabilities and probabilities of the tokens from `first` on.
+
+        As many as the buffers hold. Of a row that `fault` finds wrong the values mean nothing.
+        """
 
     @abstractmethod
-    def pairs(self, ids: NDArray[np.int32]) -> NDArray[np.complex128]:
-        """Return `Table.as_q` of the tokens `ids`, shape (rows, k), as they are stored."""
+    def stored(self, ids: NDArray[np.integer]) -> tuple[Floats64, Floats64]:
+        """Return log-probabilities and probabilities of the tokens `ids`, shapes (rows, k)."""
 
-    def codes_of(self, ids: NDArray[np.int32]) -> Codes:
+    @abstractmethod
+    def fault(self, row: int) -> str | None:
+        """Say which token of a row has a code that is no log-probability; None: none has."""
+
+    def decoded(self, row: int) -> tuple[Floats32, Floats32]:
+        """Return log-probabilities and probabilities of a whole row."""
+        logp, mass = np.empty((2, self.codes.shape[1]), np.float32)
+        self.decode(row, 0, logp, mass)
+        return logp, mass
+
+    def codes_of(self, ids: NDArray[np.integer]) -> Codes:
         """Return the codes of the tokens `ids`, shape (rows, k)."""
-        return self.codes[np.arange(len(ids))[:, None], ids]
+        codes: Codes = self.codes[np.arange(len(ids))[:, None], ids]
+        return codes
 
 
 class Reader(ABC):

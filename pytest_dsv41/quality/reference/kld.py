@@ -9,7 +9,6 @@ is an unfinished recording.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -23,37 +22,35 @@ from numpy.typing import NDArray
 from pytest_dsv41.durable import create_exclusive, fsync_folder
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.quality.reference.dense import (
+    LOGP_MAX,
     LOWEST,
-    N_CODES,
     Block,
     Codes,
     Dense,
+    Floats32,
+    Floats64,
     Reader,
-    Table,
     read_exact,
 )
 from pytest_dsv41.quality.reference.manifest import Manifest, lay_out, whole
 from pytest_dsv41.quality.reference.recording import sized
 
-__all__ = ["FORMAT", "TOP", "KldRecording", "KldWriter", "f16_table", "top_entries"]
+__all__ = ["FORMAT", "TOP", "KldRecording", "KldWriter", "top_entries"]
 
 FORMAT: Final = "radiance-kld-1"
 TOP: Final = 16
 TOP_DTYPE: Final = np.dtype([("id", "<i4"), ("logp", "<f4")])
 _MINUS_INFINITY: Final = 0xFC00
+_LARGEST: Final = 0x1418
+"""The largest float16 that is no more than `LOGP_MAX`."""
+_F16_BITS: Final = np.int32(-0x70002000)
+"""0x8FFFE000: sign, and the 15 bits of a float16's magnitude, shifted by 13."""
+_F16_SCALE: Final = np.float32(2.0**112)
 _DATA: Final = ("tokens.i32", "logp.f16", "top.bin", "rows.f32")
 _MANIFEST: Final = "kld.json"
 _SLACK: Final = (0.01, 0.01)
 """float16 keeps 11 bits: between -16 and 0 a probability is off by at most 0.4 %, and the tokens
 below -16 hold little; 1 % is beyond what rounding leaves, at any vocabulary in use."""
-
-
-@functools.cache
-def f16_table() -> Table:
-    """Return what each float16 stands for; minus infinity is a probability of 0."""
-    logp = np.arange(N_CODES, dtype=np.uint16).view(np.float16).astype(np.float64)
-    # Above 0 is no log-probability; kept small, so that its exponential is a number.
-    return Table(np.where(logp > 1.0, np.nan, logp), np.isneginf(logp))
 
 
 class KldRecording(Dense):
@@ -111,13 +108,35 @@ class KldRecording(Dense):
 
 
 class _KldBlock(Block):
-    def table(self, row: int) -> Table:  # noqa: ARG002
-        """See `Block.table`: float16 is the same in every row."""
-        return f16_table()
+    def decode(self, row: int, first: int, logp: Floats32, mass: Floats32) -> None:
+        """See `Block.decode`."""
+        # A float16's sign, exponent and mantissa where a float32 has its own; what the exponents'
+        # biases differ by is a factor. Minus infinity becomes -65536, whose exponential is 0.
+        bits = logp.view(np.int32)
+        np.copyto(bits, self.codes[row, first : first + len(bits)].view(np.int16))
+        np.left_shift(bits, 13, out=bits)
+        np.bitwise_and(bits, _F16_BITS, out=bits)
+        np.multiply(logp, _F16_SCALE, out=logp)
+        np.exp(logp, out=mass)
 
-    def pairs(self, ids: NDArray[np.int32]) -> NDArray[np.complex128]:
-        """See `Block.pairs`."""
-        return f16_table().as_q[self.codes_of(ids)]
+    def stored(self, ids: NDArray[np.integer]) -> tuple[Floats64, Floats64]:
+        """See `Block.stored`."""
+        values = self.codes_of(ids).view(np.float16).astype(np.float64)
+        # No log-probability is NaN: `fault` names it, and no comparison before that does.
+        logp = np.where(values > LOGP_MAX, np.nan, np.maximum(values, LOWEST))
+        return logp, np.exp(logp)
+
+    def fault(self, row: int) -> str | None:
+        """See `Block.fault`."""
+        codes = self.codes[row]
+        # As 16-bit integers: everything above minus infinity is NaN, or positive by its sign.
+        if self.peak[row] <= _MINUS_INFINITY and codes.view(np.int16).max() <= _LARGEST:
+            return None
+        values = codes.view(np.float16).astype(np.float64)
+        token = int(np.argmax(~(values <= LOGP_MAX)))
+        value = float(values[token])
+        shown = "NaN" if np.isnan(value) else f"{value:g}: above 0"
+        return f"token {token} has the log-probability {shown}"
 
 
 class _KldReader(Reader):
@@ -140,6 +159,7 @@ class _KldReader(Reader):
         self._check_ids(row0, ids)
         block = _KldBlock(
             codes=codes,
+            peak=codes.max(axis=1),
             top_ids=ids,
             top_logp=top["logp"].astype(np.float64),
             top1=ids[:, 0],
@@ -161,7 +181,7 @@ class _KldReader(Reader):
     def _check_values(self, row0: int, block: Block) -> None:
         """The exact values are those that the row rounds; else one of the files is another's."""
         exact = np.maximum(block.top_logp, LOWEST)
-        stored = block.pairs(block.top_ids).imag
+        stored, _ = block.stored(block.top_ids)
         # NaN is left to the sums, which name the token.
         off = np.abs(stored - exact) > 1e-3 - exact * 2.0**-10
         if off.any():

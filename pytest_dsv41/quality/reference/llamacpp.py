@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from pytest_dsv41.errors import MeasurementRefused
 from pytest_dsv41.quality.reference.dense import (
-    N_CODES,
+    LOGP_MAX,
+    LOWEST,
     Block,
     Dense,
+    Floats32,
+    Floats64,
     Reader,
-    Table,
     read_exact,
 )
 from pytest_dsv41.quality.reference.manifest import lay_out
@@ -34,6 +36,8 @@ _HEAD: Final = struct.Struct("<8siii")
 _REACH: Final = 15.999
 """From this reach of a row on, its value 0 is the floor: float32 leaves 16 a little short."""
 _ROW_HEAD: Final = 8
+_MOST: Final = 65535
+"""The largest 16-bit value."""
 
 
 class BaseFile(Dense):
@@ -98,28 +102,41 @@ class BaseFile(Dense):
 
 @dataclass(frozen=True)
 class _BaseBlock(Block):
-    heads: NDArray[np.float64]
-    """(scale, minimum) of each row."""
+    scale: Floats64
+    lowest: Floats64
+    """The two numbers of each row: log-probability = scale × code + lowest."""
 
-    def table(self, row: int) -> Table:
-        """See `Block.table`."""
-        scale, lowest = self.heads[row]
-        absent = np.zeros(N_CODES, np.bool_)
-        absent[0] = self._floored()[row]
-        return Table(scale * np.arange(N_CODES) + lowest, absent)
+    def decode(self, row: int, first: int, logp: Floats32, mass: Floats32) -> None:
+        """See `Block.decode`."""
+        codes = self.codes[row, first : first + len(logp)]
+        scale, peak = self.scale[row], int(self.peak[row])
+        # Counted down from the likeliest: float32 then rounds least where most of the mass is.
+        np.subtract(codes, np.float32(peak), out=logp, dtype=np.float32)
+        np.multiply(logp, np.float32(scale), out=logp)
+        np.add(logp, np.float32(scale * peak + self.lowest[row]), out=logp)
+        np.maximum(logp, np.float32(LOWEST), out=logp)
+        np.exp(logp, out=mass)
+        if self._floored(row):
+            mass[codes == 0] = 0.0
 
-    def pairs(self, ids: NDArray[np.int32]) -> NDArray[np.complex128]:
-        """See `Block.pairs`."""
+    def stored(self, ids: NDArray[np.integer]) -> tuple[Floats64, Floats64]:
+        """See `Block.stored`."""
         codes = self.codes_of(ids)
-        found = np.empty(codes.shape, np.complex128)
-        found.imag = self.heads[:, :1] * codes + self.heads[:, 1:]
-        found.real = np.exp(found.imag)
-        found.real[(codes == 0) & self._floored()[:, None]] = 0.0
-        return found
+        logp = np.maximum(self.scale[:, None] * codes + self.lowest[:, None], LOWEST)
+        mass = np.exp(logp)
+        floored = self.scale * _MOST >= _REACH
+        mass[(codes == 0) & floored[:, None]] = 0.0
+        return logp, mass
 
-    def _floored(self) -> NDArray[np.bool_]:
-        reach: NDArray[np.bool_] = self.heads[:, 0] * (N_CODES - 1) >= _REACH
-        return reach
+    def fault(self, row: int) -> str | None:
+        """See `Block.fault`."""
+        largest = self.scale[row] * int(self.peak[row]) + self.lowest[row]
+        if largest <= LOGP_MAX:
+            return None
+        return f"token {self.top1[row]} has the log-probability {largest:g}: above 0"
+
+    def _floored(self, row: int) -> bool:
+        return bool(self.scale[row] * _MOST >= _REACH)
 
 
 class _BaseReader(Reader):
@@ -147,15 +164,19 @@ class _BaseReader(Reader):
                 )
         codes = words[:, 4 : 4 + recording.n_vocab]
         rows = np.arange(count)
+        scale, lowest = heads.T
+        top1 = codes.argmax(axis=1).astype(np.int32)
         values = codes[rows, recording.following[row0 : row0 + count]].astype(np.float64)
         return _BaseBlock(
             codes=codes,
+            peak=codes[rows, top1],
             top_ids=np.empty((count, 0), np.int32),
             top_logp=np.empty((count, 0)),
-            top1=codes.argmax(axis=1).astype(np.int32),
-            nll=-(heads[:, 0] * values + heads[:, 1]),
+            top1=top1,
+            nll=-(scale * values + lowest),
             zero=None,
-            heads=heads,
+            scale=scale,
+            lowest=lowest,
         )
 
     def will_need(self, row0: int, count: int) -> None:

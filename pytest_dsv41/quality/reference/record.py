@@ -88,14 +88,27 @@ def _corpus_line(where: str, line: bytes) -> tuple[str, str, int]:
         raise UsageError(f"{where}: is not JSON") from None
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
         raise UsageError(f"{where}: has no text 'prompt'")
+    _refuse_halves(f"{where}: prompt", entry["prompt"])
     source, start = entry.get("source", ""), entry.get("score_from", 0)
     if not isinstance(source, str):
         raise UsageError(f"{where}: source: {one_line(str(source), 40)} is no text")
+    _refuse_halves(f"{where}: source", source)
     if isinstance(start, bool) or not isinstance(start, int) or start < 0:
         raise UsageError(
             f"{where}: score_from: {one_line(str(start), 40)}; an integer of at least 0 is needed"
         )
     return entry["prompt"], source, start
+
+
+def _refuse_halves(where: str, text: str) -> None:
+    """JSON can write half of a surrogate pair, which is in no text that could be sent or kept."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise UsageError(
+            f"{where}: character {error.start + 1} is {half}, half of a surrogate pair: no text"
+        ) from None
 
 
 def plan_like(recording: Recording) -> Plan:

@@ -14,7 +14,6 @@ from pytest_dsv41.quality.kl import checked_vector
 from pytest_dsv41.quality.reference.dense import LOWEST, Block, Dense
 from pytest_dsv41.quality.reference.kld import TOP, KldRecording
 from pytest_dsv41.quality.reference.recording import Recording
-from pytest_dsv41.quality.reference.score import row_fault
 from pytest_dsv41.quality.reference.topk import NO_ID, TopkRecording
 
 __all__ = ["verify"]
@@ -108,10 +107,13 @@ def _list_fault(
 
 def _fault(recording: Dense, block: Block, row: int) -> str | None:
     below, above = recording.slack
-    mass = float(block.table(row).as_q.real[block.codes[row]].sum())
-    if 1.0 - below <= mass <= 1.0 + above:
-        return None
-    return row_fault(block, row, mass)[1]
+    wrong = block.fault(row)
+    if wrong is not None:
+        return wrong
+    mass = float(block.decoded(row)[1].sum())
+    if not 1.0 - below <= mass <= 1.0 + above:
+        return f"its probabilities add up to {mass:.4f}"
+    return None
 
 
 def _kld_fault(block: Block, row: int, stored: NDArray[np.float32], following: int) -> str | None:
@@ -129,16 +131,16 @@ def _kld_fault(block: Block, row: int, stored: NDArray[np.float32], following: i
     )
     if likelier:
         return f"top.bin: {likelier} likelier tokens are missing"
-    pairs = block.table(row).as_q[codes]
+    logp_all, mass = block.decoded(row)
     nll, entropy = float(stored[0]), float(stored[1])
     kept = np.flatnonzero(ids == following)
-    own = float(-logp[kept[0]]) if len(kept) else float(-pairs[following].imag)
+    own = float(-logp[kept[0]]) if len(kept) else float(-logp_all[following])
     slack = 1e-4 if len(kept) else 1e-4 + own * 2.0**-11
     # A probability stored as 0 says nothing of how small it was: the NLL then stands alone.
-    known = pairs[following].real > 0 or own < -LOWEST
+    known = own < -LOWEST
     if not (abs(nll - own) <= slack if known else math.isfinite(nll) and nll >= 0):
         return f"rows.f32: a negative log-likelihood of {nll:g}; the row says {own:g}"
-    expected = float(-(pairs.real * pairs.imag).sum())
+    expected = -float((mass * logp_all).sum())
     if not math.isfinite(entropy) or abs(entropy - expected) > _ENTROPY * (1.0 + expected):
         return f"rows.f32: an entropy of {entropy:g}; the row says {expected:g}"
     return None
