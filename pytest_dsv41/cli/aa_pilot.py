@@ -36,7 +36,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         allow_abbrev=False,
     )
     one.add_argument("--url", required=True, help="where production's configuration answers")
-    one.add_argument("--start", required=True, choices=("A", "B"))
+    one.add_argument(
+        "--start", required=True, choices=("A", "B"), help="A: the first; B: after a restart"
+    )
     one.add_argument("--out", required=True, type=Path, metavar="FILE", help="the start's record")
     one.add_argument(
         "--execute", action="store_true", help="run it; without, only print what would run"

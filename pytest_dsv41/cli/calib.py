@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     one.add_argument(
         "corpus", type=Path, metavar="CORPUS", help='a line a prompt: {"prompt": …, "source": …}'
     )
-    one.add_argument("url", metavar="URL")
+    one.add_argument("url", metavar="URL", help="http://host:port, https://… or unix:PATH")
     one.add_argument(
         "--until-tokens", type=int, required=True, metavar="N", help="the server's threshold"
     )

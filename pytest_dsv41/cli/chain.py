@@ -32,12 +32,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     commands = parser.add_subparsers(dest="act", metavar="ACT", required=True)
     admit = commands.add_parser("gate", help="wait for the previous summary, then admit or refuse")
-    admit.add_argument("--prev", type=Path, required=True, metavar="SUMMARY")
     admit.add_argument(
-        "--wait", type=float, default=900.0, metavar="SECONDS", help="for the summary (900)"
+        "--prev",
+        type=Path,
+        required=True,
+        metavar="SUMMARY",
+        help="the previous window's folder, or its summary.json",
+    )
+    admit.add_argument(
+        "--wait",
+        type=float,
+        default=900.0,
+        metavar="SECONDS",
+        help="for the summary (default: 900)",
     )
     stop = commands.add_parser("abort", help="bring production back and end a stopped chain")
-    stop.add_argument("--out", type=Path, help="folder of the recovery (CHAIN-ABORT-<UTC>)")
+    stop.add_argument(
+        "--out", type=Path, help="folder of the recovery (default: CHAIN-ABORT-<UTC>)"
+    )
     stop.add_argument(
         "--again", action="store_true", help="forget an attempt that failed and try once more"
     )

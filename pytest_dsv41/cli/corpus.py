@@ -27,9 +27,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     made = actions.add_parser("prose", help="write made-up prose to cut rehearsal prompts from")
     made.add_argument("text", type=Path, metavar="TEXT", help="the file to write; not overwritten")
     made.add_argument("--words", type=int, default=250_000, metavar="N", help="default: 250000")
-    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="another text (default: 0)")
     check = actions.add_parser("check", help="hold every text of a corpus against its pin")
-    check.add_argument("folder", type=Path, metavar="FOLDER")
+    check.add_argument("folder", type=Path, metavar="FOLDER", help="the corpus")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     from ..engines import get_engine
     from ..errors import UsageError
     from ..measure.cut import cut_texts
+    from ..text import one_line
+    from .archive import patience
 
     wanted: list[tuple[str, int]] = []
     for pair in args.cut:
@@ -57,13 +59,17 @@ def run(args: argparse.Namespace) -> int:
         wanted.append((name, int(count)))
     engine = get_engine(args.engine)
     model = args.model or engine.models(args.url)[0]
-    for prompt in cut_texts(
-        args.text.read_bytes().decode(),
-        wanted,
-        lambda text: len(engine.tokenize(args.url, model, text)),
-        args.folder,
-    ):
+    with patience("corpus cut"):
+        cuts = cut_texts(
+            args.text.read_bytes().decode(),
+            wanted,
+            lambda text: len(engine.tokenize(args.url, model, text)),
+            args.folder,
+        )
+    for prompt in cuts:
         print(f"{prompt.name:<20}{prompt.tokens:>10} tokens  {prompt.sha256}")
+    folder = one_line(str(args.folder))
+    print(f"measure with them: DSV41_CORPUS={folder} dsv41 measure … --prompt NAME")
     return 0
 
 

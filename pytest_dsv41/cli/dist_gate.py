@@ -62,27 +62,39 @@ def configure(parser: argparse.ArgumentParser) -> None:
     probe.add_argument(
         "--cache", choices=("cached", "cold"), help="one salt a run (default), or none cached"
     )
-    probe.add_argument("--concurrency", type=int, metavar="B", help="positions at a time (1)")
+    probe.add_argument(
+        "--concurrency", type=int, metavar="B", help="positions at a time (default: 1)"
+    )
     probe.add_argument(
         "--others",
         choices=("none", "allowed"),
         help="none (default): the counters must prove that nobody else was served",
     )
-    probe.add_argument("--top-n", type=int, metavar="N", help="entries a position (20)")
+    probe.add_argument("--top-n", type=int, metavar="N", help="entries a position (default: 20)")
     probe.add_argument("--salt", default="probe", help="beginning of the run's cache salt")
-    probe.add_argument("--deadline", type=seconds, default=3600.0, metavar="S")
+    probe.add_argument(
+        "--deadline", type=seconds, default=3600.0, metavar="S", help="of all of it (default: 3600)"
+    )
     _server(probe)
 
     band = actions.add_parser("band", help="register comparisons of production with itself")
     band.add_argument(
         "probes", type=Path, nargs="+", metavar="PROBE", help="pairs: A B, or A B C D, …"
     )
-    band.add_argument("--out", type=Path, required=True, metavar="FILE")
+    band.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the band; not overwritten"
+    )
 
     gate = actions.add_parser("gate", help="judge a candidate's probe; exit 2 on LOSS")
     gate.add_argument("control", type=Path, metavar="CONTROL", help="production's probe")
     gate.add_argument("candidate", type=Path, metavar="CANDIDATE", help="the candidate's probe")
-    gate.add_argument("--band", type=Path, required=True, metavar="FILE")
+    gate.add_argument(
+        "--band",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the band that both were probed by",
+    )
     gate.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -147,10 +159,11 @@ def _cuts(args: argparse.Namespace) -> int:
                 raise UsageError(f"{args.folder}: {name} is there and was cut from other texts")
         else:
             (piece,) = cut_texts(
-                text[at:],
+                text,
                 [(name, tokens)],
                 lambda part: len(engine.tokenize(args.url, model, part)),
                 args.folder,
+                start=at,
             )
         at += len(piece.text)
         shown = f"{piece.name:<20}{piece.tokens:>10} tokens  {piece.sha256}"
@@ -278,7 +291,9 @@ def _band(args: argparse.Namespace) -> int:
 
     new_file(args.out, "a band is never overwritten")
     if len(args.probes) % 2:
-        raise UsageError(f"{len(args.probes)} probes: give pairs, A B or A B C D")
+        raise UsageError(
+            f"{len(args.probes)} probe{'s' * (len(args.probes) > 1)}: give pairs, A B or A B C D"
+        )
     probes = [load_probe(path) for path in args.probes]
     band = register_band(list(zip(probes[::2], probes[1::2], strict=True)))
     seal = save_band(args.out, band)
@@ -329,30 +344,30 @@ def _show_result(result: GateResult) -> None:
         f"comparison{'s' * (result.k > 1)}, band {result.band[:12]}"
     )
     print(
-        f"  mean KL                {result.mean_kl:.3g} nats, ceiling {result.kl_ceiling:.3g}, "
+        f"  mean KL                  {result.mean_kl:.3g} nats, ceiling {result.kl_ceiling:.3g}, "
         f"A/A {result.aa_mean_kl:.3g} (prompts resampled: ceiling {result.prompt_ceiling:.3g})"
     )
     for label, test in (
         ("likeliest token differs", result.top1),
         ("common mass < 0.99", result.mass),
     ):
-        print(f"  {label:<23}{_count(test, result.positions)}")
+        print(f"  {label:<25}{_count(test, result.positions)}")
     rule = result.fmethod_top1_rule
     answer = "LOSS" if rule["loss"] else "no loss"
     print(
-        f"  F-METHOD's literal rule {answer} ({rule['candidate']}, loses from {rule['limit']} on); "
-        "it does not decide"
+        f"  F-METHOD's literal rule   {answer} ({rule['candidate']}, loses from "
+        f"{rule['limit']} on); it does not decide"
     )
     for name, subset in result.by_subset.items():
         print(
-            f"  {one_line(name, 40) + ' prompts':<23}mean KL {subset.mean_kl:.3g}, "
+            f"  {one_line(name, 40) + ' prompts':<25}mean KL {subset.mean_kl:.3g}, "
             f"A/A {subset.aa_mean_kl:.3g}, {subset.disagreements} of {subset.positions} "
             "likeliest tokens differ"
         )
     worst = one_line(result.worst_prompt, 60)
-    print(f"  worst prompt           {worst}: mean KL {result.worst_prompt_kl:.3g}")
+    print(f"  worst prompt             {worst}: mean KL {result.worst_prompt_kl:.3g}")
     print(
-        f"  common mass ≥ 0.99     {100 * result.trusted_share:.1f} % of the positions, "
+        f"  common mass ≥ 0.99       {100 * result.trusted_share:.1f} % of the positions, "
         f"A/A {100 * result.aa_trusted_share:.1f} %"
     )
     for reason in result.reasons:

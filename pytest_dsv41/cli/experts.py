@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     splice = acts.add_parser(
         "splice", help="put the derived names between a recipe's markers", allow_abbrev=False
     )
-    splice.add_argument("recipe", type=Path, metavar="RECIPE")
+    splice.add_argument("recipe", type=Path, metavar="RECIPE", help="a file with the two markers")
     splice.add_argument(
         "names", type=Path, metavar="NAMES", help="of derive --out, or text: a name a line"
     )

@@ -15,7 +15,7 @@ HELP = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("url", metavar="URL")
+    parser.add_argument("url", metavar="URL", help="http://host:port, https://… or unix:PATH")
     parser.add_argument("--engine", default="", help="default: as the server says")
     parser.add_argument("--model", default="", help="default: the first of /v1/models")
     parser.add_argument(

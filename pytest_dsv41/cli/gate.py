@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     one = acts.add_parser(
         "run", help="run gate files in order; the first that fails ends it", allow_abbrev=False
     )
-    one.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    one.add_argument("files", nargs="+", type=Path, metavar="FILE", help="gate files, in order")
     one.add_argument(
         "--run",
         dest="step",

@@ -33,8 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a prompt of a corpus, repeatable (default: dist-short-01 to -06)",
     )
-    run_.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    run_.add_argument("--top-n", type=int, default=20, metavar="N", help="candidates a token (20)")
+    run_.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="an answer's (default: 128)"
+    )
+    run_.add_argument(
+        "--top-n", type=int, default=20, metavar="N", help="candidates a token (default: 20)"
+    )
     run_.add_argument(
         "--against",
         type=Path,
@@ -56,20 +60,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _server(run_)
 
     compare = actions.add_parser("compare", help="set two records side by side")
-    compare.add_argument("control", type=Path, metavar="CONTROL")
-    compare.add_argument("candidate", type=Path, metavar="CANDIDATE")
+    compare.add_argument("control", type=Path, metavar="CONTROL", help="the control's record")
+    compare.add_argument("candidate", type=Path, metavar="CANDIDATE", help="the candidate's record")
     _limit(compare)
     compare.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
     kl = actions.add_parser("kl", help="ask a control start where the candidate parted")
     kl.add_argument("url", metavar="URL", help="a control start")
-    kl.add_argument("candidate", type=Path, metavar="CANDIDATE", help="with its distributions")
+    kl.add_argument(
+        "candidate",
+        type=Path,
+        metavar="CANDIDATE",
+        help="the candidate's record, made with --record-distribution",
+    )
     bound = kl.add_mutually_exclusive_group()
     bound.add_argument("--bound", type=float, metavar="NATS", help="the registered bound")
     bound.add_argument(
         "--aa-floor", type=float, metavar="NATS", help="bound max(0.005, 2 x this) (default: 0)"
     )
-    kl.add_argument("--probe-salt-prefix", default="greedy-kl", metavar="TAG")
+    kl.add_argument(
+        "--probe-salt-prefix",
+        default="greedy-kl",
+        metavar="TAG",
+        help="beginning of the cache salts (default: greedy-kl)",
+    )
     _server(kl)
 
 
@@ -86,7 +100,9 @@ def _limit(parser: argparse.ArgumentParser) -> None:
 def _server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="vllm", help="vllm (default), llamacpp or radiance")
     parser.add_argument("--model", default="", help="default: the first of /v1/models")
-    parser.add_argument("--deadline", type=seconds, default=1800.0, metavar="S")
+    parser.add_argument(
+        "--deadline", type=seconds, default=1800.0, metavar="S", help="of all of it (default: 1800)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

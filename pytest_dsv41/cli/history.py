@@ -61,7 +61,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="guards (default: accepted_per_round and client_tok_s, where measured)",
     )
-    again.add_argument("--revision", type=int, choices=(1, 2, 3), default=3)
+    again.add_argument(
+        "--revision",
+        type=int,
+        choices=(1, 2, 3),
+        default=3,
+        help="of the rule for repeats (default: 3)",
+    )
     again.add_argument("--json", action="store_true", help="print a JSON object")
 
 

@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a position may build on those before it (default), or none cached",
     )
     record.add_argument(
-        "--concurrency", type=int, default=1, metavar="B", help="documents at a time (1)"
+        "--concurrency", type=int, default=1, metavar="B", help="documents at a time (default: 1)"
     )
     record.add_argument(
         "--deadline", type=seconds, default=86400.0, metavar="S", help="default: a day"
@@ -94,7 +94,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     score.add_argument("--json", action="store_true", help="print the report")
 
     gate = action("gate", "judge a report: 0 PASS, 2 FAIL", _gate)
-    gate.add_argument("report", type=Path, metavar="REPORT")
+    gate.add_argument("report", type=Path, metavar="REPORT", help="of kl score")
     gate.add_argument(
         "--spec", type=Path, metavar="FILE", help="limits and the scored run's shape, as TOML"
     )
@@ -102,7 +102,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     gate.add_argument("--json", action="store_true", help="print the receipt")
 
     shape = action("shape", "does a server still have the scored shape? 0 yes, 2 no", _shape)
-    shape.add_argument("receipt", type=Path, metavar="RECEIPT")
+    shape.add_argument("receipt", type=Path, metavar="RECEIPT", help="of kl gate --receipt")
     shape.add_argument("now", type=Path, metavar="FILE", help="TOML with a table [shape]")
 
 

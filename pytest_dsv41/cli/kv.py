@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--json", action="store_true", help="print a JSON object")
 
     ledger = action("ledger", "read a start log: its facts, and whether they agree", _ledger)
-    ledger.add_argument("file", type=Path, metavar="LOG")
+    ledger.add_argument("file", type=Path, metavar="LOG", help="a server's start log")
     ledger.add_argument("--dialect", default="radiance", help="radiance (default) or llamacpp")
     ledger.add_argument(
         "--flag",
@@ -71,8 +71,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ledger.add_argument("--json", action="store_true", help="print a JSON object")
 
     diff = action("diff", "every fact that differs between two start logs", _diff)
-    diff.add_argument("before", type=Path, metavar="BEFORE")
-    diff.add_argument("after", type=Path, metavar="AFTER")
+    diff.add_argument("before", type=Path, metavar="BEFORE", help="the start log before")
+    diff.add_argument("after", type=Path, metavar="AFTER", help="the start log after")
     diff.add_argument("--dialect", default="radiance", help="radiance (default) or llamacpp")
 
 

@@ -34,9 +34,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prompt", default="short", metavar="NAME", help="a prompt of a corpus (default: short)"
     )
     parser.add_argument("--chat", action="store_true", help="over /v1/chat/completions")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="a request's (default: 128)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        metavar="N",
+        help="of the sampling; N + 1 for a group's second request, and so on (default: none)",
+    )
     parser.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -50,8 +60,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what the prompt cache must have done (default: cold)",
     )
     parser.add_argument("--salt", default=None, help="cache salt of warm requests")
-    parser.add_argument("--concurrency", type=int, default=1, metavar="B", help="requests a group")
-    parser.add_argument("--repeats", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--concurrency", type=int, default=1, metavar="B", help="requests at once (default: 1)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, metavar="N", help="one after the other (default: 1)"
+    )
     parser.add_argument(
         "--deadline",
         type=float,
@@ -63,7 +77,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--reader",
         choices=("thread", "process"),
         default="thread",
-        help="read the streams in a process of its own, which nothing here can hold up",
+        help="process: read the streams in one of its own, which nothing here can hold up "
+        "(default: thread)",
     )
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep raw records here")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -232,7 +247,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
     several = len(rows) > 1
     for index, row in enumerate(rows):
-        head = f"repeat {index}: " if several else ""
+        head = f"repeat {index + 1} of {len(rows)}: " if several else ""
         if row["outcome"] != "measured":
             print(f"{head}{row['outcome'].upper()} {row['kind']}: {one_line(row['reason'])}")
             continue

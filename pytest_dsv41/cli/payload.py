@@ -16,13 +16,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     made = acts.add_parser(
         "manifest", help="write the manifest of what lies in a folder", allow_abbrev=False
     )
-    made.add_argument("folder", type=Path, metavar="DIR")
+    made.add_argument("folder", type=Path, metavar="DIR", help="the payload")
     made.add_argument("manifest", type=Path, metavar="MANIFEST", help="the file to write; new")
     verify = acts.add_parser(
         "verify", help="hold a folder against its manifest; 0 verified, 2 not", allow_abbrev=False
     )
-    verify.add_argument("folder", type=Path, metavar="DIR")
-    verify.add_argument("manifest", type=Path, metavar="MANIFEST")
+    verify.add_argument("folder", type=Path, metavar="DIR", help="the payload")
+    verify.add_argument("manifest", type=Path, metavar="MANIFEST", help="what it must be")
     verify.add_argument(
         "--run",
         dest="step",

@@ -28,11 +28,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("experiment", metavar="EXPERIMENT", help="a window file, or its name")
     parser.add_argument("arm", metavar="ARM", nargs="*", help="(default: every candidate)")
-    parser.add_argument("--mode", choices=("chain-head", "x-first"), default="x-first")
+    parser.add_argument(
+        "--mode",
+        choices=("chain-head", "x-first"),
+        default="x-first",
+        help="chain-head: before a chain, an arm that fails is dropped from it; x-first: before "
+        "a window's first control start (default)",
+    )
     parser.add_argument("--execute", action="store_true", help="run it (coordinator only)")
-    parser.add_argument("--backend", metavar="MODULE:FACTORY", help="(campaign.toml's)")
-    parser.add_argument("--out", type=Path, help="folder of the results")
-    parser.add_argument("--campaign", type=Path, help="(default: the window file's)")
+    parser.add_argument(
+        "--backend",
+        metavar="MODULE:FACTORY",
+        help="what starts the arms (default: campaign.toml's smoke_backend)",
+    )
+    parser.add_argument("--out", type=Path, help="folder of the results; needed with --execute")
+    parser.add_argument(
+        "--campaign", type=Path, help="the campaign folder (default: the window file's)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

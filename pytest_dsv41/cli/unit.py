@@ -70,7 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "verify", help="the list after a cutover; 0 all hold, 2 one does not", allow_abbrev=False
     )
     _common(verify)
-    verify.add_argument("--checklist", type=Path, required=True, metavar="FILE")
+    verify.add_argument(
+        "--checklist", type=Path, required=True, metavar="FILE", help="what must hold, as TOML"
+    )
     rollback = acts.add_parser(
         "rollback",
         help="back to what it was before a window, by the window's folder alone; 0 as captured",
@@ -80,7 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("unit", metavar="UNIT")
+    parser.add_argument("unit", metavar="UNIT", help="its name, such as serve.service")
     parser.add_argument(
         "--host", default="", metavar="[USER@]ADDRESS[:PORT]", help="over ssh (default: this one)"
     )

@@ -27,8 +27,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=Path("dsv41-windows"),
         help="the campaign folder (default: dsv41-windows)",
     )
-    parser.add_argument("--every", type=int, default=60, metavar="SECONDS", help="(60)")
-    parser.add_argument("--dir", type=Path, help="folder of the units (the user's own systemd)")
+    parser.add_argument(
+        "--every", type=int, default=60, metavar="SECONDS", help="the timer's period (default: 60)"
+    )
+    parser.add_argument(
+        "--dir", type=Path, help="folder of the units (default: the user's own systemd)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

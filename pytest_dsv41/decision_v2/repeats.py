@@ -327,6 +327,8 @@ def _judge_series(
 def _guard_reason(
     gain: float, high: float, threshold: float, worse: int, needed: int, fires: bool
 ) -> str:
+    if gain > threshold and not fires:
+        return "better by more than its spread"
     if gain >= -threshold and not fires:
         return "within its spread"
     if fires:

@@ -136,8 +136,12 @@ def find_prompt(name: str, among: Iterable[Corpus] | None = None) -> Prompt:
     for corpus in looked:
         if name in corpus.cuts:
             return corpus.prompt(name)
-    cut = "dsv41 dist-gate cuts" if name.startswith("dist-") else "dsv41 corpus cut"
+    if name.startswith("dist-"):
+        way = "cut one with `dsv41 dist-gate cuts`"
+    else:
+        there = sorted({one for corpus in looked for one in corpus.cuts if one[:5] != "dist-"})
+        way = f"valid: {one_line(', '.join(there), 200)}; or cut one with `dsv41 corpus cut`"
     raise UsageError(
         f"prompt {one_line(name, 60)}: in no corpus ({', '.join(str(c.folder) for c in looked)}); "
-        f"cut one with `{cut}` and name its folder in DSV41_CORPUS"
+        f"{way} and name its folder in DSV41_CORPUS"
     )

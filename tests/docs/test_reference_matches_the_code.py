@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import inspect
 import json
 import os
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +117,23 @@ def test_every_command() -> None:
     assert set(names(section("## Commands"), "command")) == listed
     for name in COMMANDS:
         assert (CODE / "cli" / f"{name.replace('-', '_')}.py").exists()
+
+
+def _without_help(parser: argparse.ArgumentParser, path: str) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                yield from _without_help(sub, f"{path} {name}")
+        elif not action.help:
+            yield f"{path} {action.metavar or action.option_strings or action.dest}"
+
+
+@pytest.mark.parametrize("command", [name for name, text in COMMANDS.items() if text])
+def test_help_says_what_every_argument_is(command: str) -> None:
+    module = importlib.import_module(f"pytest_dsv41.cli.{command.replace('-', '_')}")
+    parser = argparse.ArgumentParser()
+    module.configure(parser)
+    assert list(_without_help(parser, f"dsv41 {command}")) == []
 
 
 def test_every_exit_code_of_a_window() -> None:

@@ -520,6 +520,22 @@ def test_a_win_is_told_in_plain_words() -> None:
     ]
 
 
+def test_a_guard_that_gains_more_than_its_spread_is_not_said_to_lie_within_it() -> None:
+    """Control SD 0.05 of a mean of 1: pairs: √2 · 1.69 · 0.05 / c4(3) = 13.5 %."""
+    for candidate, said in (
+        ([1.05, 1.15, 1.1], "within"),
+        ([1.2, 1.3, 1.25], "better by more than"),
+    ):
+        window = decide_window(
+            [
+                series([70, 70.5, 69.8], [67.2, 67.9, 66.8], cell="32k-b1"),
+                guard([0.95, 1.05, 1.0], candidate, cell="32k-b1"),
+            ],
+            ["32k-b1"],
+        )
+        assert f"higher, {said} its spread: no loss." in window.explain()[0]
+
+
 def test_a_loss_says_how_many_repeats_and_how_far() -> None:
     text = decide_cell([series(*LOSES)]).explain()
     assert "10.0 % worse" in text

@@ -212,8 +212,12 @@ def test_cuts_follow_one_another_and_are_the_longest_that_fit(tmp_path: Path) ->
     assert corpus.prompt("b").text == two.text
     with pytest.raises(UsageError, match="of this name"):
         cut_texts(text, [("a", 3)], count, tmp_path)
-    with pytest.raises(UsageError, match="too short"):
-        cut_texts(text, [("c", 900)], count, tmp_path)
+    behind = len(one.text + two.text)
+    (three,) = cut_texts(text, [("three", 5)], count, tmp_path / "on", start=behind)
+    assert text.startswith(three.text, behind)
+    short = f"c: the text is too short: 900 tokens asked from character {behind} of {len(text)} on"
+    with pytest.raises(UsageError, match=f"^{short}$"):
+        cut_texts(text, [("c", 900)], count, tmp_path, start=behind)
     assert set(Corpus.load(tmp_path).cuts) == {"a", "b"}
 
 
