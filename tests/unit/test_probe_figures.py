@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_dsv41.engines.base import Server, Snapshot
@@ -191,18 +191,19 @@ def test_a_budget_spent_in_thinking_is_no_answer() -> None:
 # -- prompts -----------------------------------------------------------------------------------
 
 
+@settings(max_examples=25)
 @given(st.integers(80, 4000), st.sampled_from(["varied", "repetitive"]), st.integers(0, 3))
 def test_a_prompt_has_the_height_that_was_asked(tokens: int, corpus: Any, seed: int) -> None:
     def make(piece: str) -> str:
-        return f"The password is harbour-1234.\n\n{piece}\n\nThe password is"
+        return f"THE PASSWORD IS: harbour-1234\n\n{piece}\n\nTHE PASSWORD IS:"
 
     def count(text: str) -> int:
         return len(encode(text))
 
     text, size = fit(make, filler(corpus, tokens, seed), tokens, count)
     assert size == count(text) == tokens
-    assert text.startswith("The password is harbour-1234.\n\n")
-    assert text.endswith("\n\nThe password is")
+    assert text.startswith("THE PASSWORD IS: harbour-1234\n\n")
+    assert text.endswith("\n\nTHE PASSWORD IS:")
 
 
 def test_a_window_that_holds_no_prompt_says_so() -> None:
@@ -235,7 +236,7 @@ def test_the_class_of_the_corpus_is_part_of_the_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "law"),
+    ("changed", "law"),
     [
         ({"max_tokens": 127}, "rate-tokens"),
         ({"api": "chat"}, "thinking"),
@@ -243,8 +244,8 @@ def test_the_class_of_the_corpus_is_part_of_the_cell() -> None:
         ({"sampling": Sampling(cache="any")}, "salt"),
     ],
 )
-def test_a_cell_that_breaks_a_law_is_none(settings: dict[str, Any], law: str) -> None:
-    given: dict[str, Any] = {"name": "x", "prompts": ("stream-0",), "max_tokens": 512} | settings
+def test_a_cell_that_breaks_a_law_is_none(changed: dict[str, Any], law: str) -> None:
+    given: dict[str, Any] = {"name": "x", "prompts": ("stream-0",), "max_tokens": 512} | changed
     with pytest.raises(ValueError, match=f"law-{law}"):
         ProbeCell(**given)
     assert law in LAWS

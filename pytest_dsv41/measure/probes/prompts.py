@@ -33,11 +33,12 @@ _NEAR: Final = 8
 _TRIES: Final = 24
 _RUNGS: Final = "The ladder has one rung more, and the next rung is above this one.\n"
 
-_HEAD: Final = "The password is {marker}.\n\n"
-_ASKED: Final = "\n\nThe password is"
+# A phrase that prose has nowhere: a small model then goes on with what stood after it before.
+_HEAD: Final = "THE PASSWORD IS: {marker}\n\n"
+_ASKED: Final = "\n\nTHE PASSWORD IS:"
 _ASKED_IN_CHAT: Final = (
     "\n\nWhat is the password that stands at the head of this text? "
-    "Answer with the password alone, without any other word. The password is"
+    "Answer with the password alone, without any other word. THE PASSWORD IS:"
 )
 
 
