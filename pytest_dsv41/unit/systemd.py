@@ -305,7 +305,8 @@ class _Reader:
 
     def _bus(self, path: str, interface: str, method: str, *words: str) -> list[Any]:
         manager = ["--user"] if self._user else ["--system"]
-        argv = [*self._become, "busctl", *manager, "--json=short", "call", _BUS, path]
+        # Behind "--" a unit's name may begin with a hyphen.
+        argv = [*self._become, "busctl", *manager, "--json=short", "--", "call", _BUS, path]
         done = self._host.run(
             [*argv, interface, method, *words],
             name=f"unit-{method.lower()}",

@@ -35,6 +35,7 @@ __all__ = [
 _BLANK: Final = " \t\n\r"
 _LINE_END: Final = re.compile(rb"(?:\n\r?|\r\n?)\x00?|\x00")
 _NAME: Final = re.compile(r"[A-Za-z0-9:_.\\@-]{1,247}")
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # Keys that gather: each assignment adds, an empty one empties the list.
@@ -512,7 +513,10 @@ def _effect(
     variables = f"{name} "
     if assignment.key in ("Environment", "UnsetEnvironment") and assignment.value:
         # A variable is its own subject: two files may set different ones side by side.
-        named = dict.fromkeys(word.partition("=")[0] for word in split_words(assignment.value))
+        words = split_words(assignment.value)
+        if assignment.key == "Environment":
+            words = [word for word in words if _sets_a_variable(word)]
+        named = dict.fromkeys(word.partition("=")[0] for word in words)
         return [
             (variables + word, list(held.get(variables + word, ())), [assignment]) for word in named
         ]
@@ -529,6 +533,12 @@ def _effect(
     return [(name, before, [assignment])]
 
 
+def _sets_a_variable(word: str) -> bool:
+    """Whether systemd takes it as NAME=VALUE; it passes over any other word."""
+    name, equals, value = word.partition("=")
+    return bool(equals and _VARIABLE.fullmatch(name) and not _CONTROL.search(value))
+
+
 def environment_of(held: Mapping[str, Sequence[Assignment]]) -> dict[str, tuple[str, Assignment]]:
     """The variables that Environment= sets in the end: the written value, and where it stands."""
     found: dict[str, tuple[str, Assignment]] = {}
@@ -537,7 +547,7 @@ def environment_of(held: Mapping[str, Sequence[Assignment]]) -> dict[str, tuple[
         if section != "Service.Environment" or not name:
             continue
         for word in split_words(assignments[-1].value):
-            variable, equals, value = word.partition("=")
-            if variable == name and equals and _VARIABLE.fullmatch(variable):
+            variable, _, value = word.partition("=")
+            if variable == name and _sets_a_variable(word):
                 found[name] = (value, assignments[-1])
     return found

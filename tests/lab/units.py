@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from pytest_dsv41.hosts import CommandLog
 from tests.lab.lab import Lab
@@ -61,6 +63,17 @@ class Units:
     def show(self, unit: str, name: str) -> str:
         """One property, as systemctl prints it."""
         return self.run("systemctl", "show", "-P", name, "--", unit).removesuffix("\n")
+
+    def loaded(self, units: Sequence[str], *names: str) -> list[dict[str, Any]]:
+        """Properties of many units, as systemd has loaded them: two commands in all."""
+        call = "busctl --json=short -- call org.freedesktop.systemd1"
+        find = f"{call} /org/freedesktop/systemd1 org.freedesktop.systemd1.Manager LoadUnit s"
+        said = self.run("sh", "-c", f'for u; do {find} "$u" || exit; done', "sh", *units)
+        paths = [json.loads(line)["data"][0] for line in said.splitlines()]
+        ask = "org.freedesktop.DBus.Properties GetAll s ''"
+        said = self.run("sh", "-c", f'for p; do {call} "$p" {ask} || exit; done', "sh", *paths)
+        every = [json.loads(line)["data"][0] for line in said.splitlines()]
+        return [{name: each[name]["data"] for name in names} for each in every]
 
     def clean(self) -> None:
         """Stop and remove everything."""

@@ -134,14 +134,15 @@ def test_a_foreign_drop_in_is_named_with_what_it_beats(
         assert won[key] == (name > OURS.rpartition("/")[2]), "the layout does not test the trap"
         assert finding.kind == ("drop-in-over-ours" if won[key] else "drop-in")
         assert finding.line == lines[key]
-        ours_line = 2 if "Environment" in key else 3
+        ours_line = 2 if "Environment" in key else 4
         base_line = 6 if "Environment" in key else 8
         if won[key]:
             assert f"{OURS}:{ours_line}" in finding.beats
             assert f"ours, {OURS}, is read before it" in str(finding)
         else:
             assert finding.beats == (f"{FRAGMENT}:{base_line}",)
-            assert f"itself beaten by {OURS}:{ours_line}" in str(finding)
+            # By the empty ExecStart= of ours, which stands before its own.
+            assert f"itself beaten by {OURS}:{2 if 'Environment' in key else 3}" in str(finding)
         assert "canary-2b7e1516" not in str(finding)
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pytest_dsv41.hosts import CommandLog
-from pytest_dsv41.unit.systemd import UnitFacts, read_unit
+from pytest_dsv41.unit.systemd import read_unit
 from pytest_dsv41.unit.unitfile import (
     environment_of,
     live,
     parse_environment_file,
+    parse_unit_file,
     split_commands,
 )
 from tests.lab.lab import Lab
@@ -24,17 +26,18 @@ from tests.lab.units import Units
 
 pytestmark = pytest.mark.slow
 
-FEW = settings(
-    max_examples=4,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.large_base_example,
-        HealthCheck.data_too_large,
-    ],
-)
+
+def drawn(strategy: st.SearchStrategy[str], count: int) -> list[str]:
+    """Texts that hypothesis draws, all at once: systemd is asked about them in one go."""
+    texts: list[str] = []
+
+    @settings(max_examples=count, phases=[Phase.generate], database=None, deadline=None)
+    @given(strategy)
+    def collect(text: str) -> None:
+        texts.append(text)
+
+    collect()
+    return texts
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def folders_of(unit: str) -> list[str]:
     return sorted(f"{name}.d" for name in guesses if not name.startswith("."))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_drop_ins_apply_in_the_order_that_systemd_has(seed: int, units: Units) -> None:
     draw = random.Random(seed)
     files: dict[str, bytes] = {}
@@ -153,38 +156,29 @@ TEXT = st.lists(LINE, min_size=1, max_size=8).map(
 )
 
 
-@FEW
-@given(st.lists(TEXT, min_size=25, max_size=25), st.integers(0, 10**9))
-def test_environment_and_commands_are_those_that_systemd_reads(
-    units: Units, texts: list[str], number: int
-) -> None:
-    names = [f"gen{number}-{n}.service" for n in range(len(texts))]
+def test_environment_and_commands_are_those_that_systemd_reads(units: Units) -> None:
+    texts = drawn(TEXT, 120)
+    names = [f"gen-{n}.service" for n in range(len(texts))]
     files = [
         (f"/run/systemd/system/{name}", text.encode())
         for name, text in zip(names, texts, strict=True)
     ]
     units.write_all(files)
     units.reload()
-    for name, text in zip(names, texts, strict=True):
-        facts = read_unit(units.host, name, process=False)
-        if facts.loaded.load_state != "loaded":
+    keys = ("LoadState", "Environment", "ExecStartEx", "ExecStartPreEx")
+    read = 0
+    for name, text, loaded in zip(names, texts, units.loaded(names, *keys), strict=True):
+        if loaded["LoadState"] != "loaded":
             continue
-        held = live(facts.files)
-        written = environment_of(held)
-        loaded = facts.loaded.environment
-        assert {n: one_of(v, name) for n, (v, _) in written.items()} == dict(loaded), text
+        held = live([parse_unit_file(name, text.encode())])
+        written = {n: one_of(v, name) for n, (v, _) in environment_of(held).items()}
+        assert written == dict(word.split("=", 1) for word in loaded["Environment"]), text
         for key in ("ExecStart", "ExecStartPre"):
-            assert commands(facts, key) == [
-                [*command.argv] for command in facts.loaded.commands[key]
-            ], text
-    units.clean()
-
-
-def commands(facts: UnitFacts, key: str) -> list[list[str]]:
-    found = [
-        c for a in live(facts.files).get(f"Service.{key}", ()) for c in split_commands(a.value)
-    ]
-    return [[one_of(word, facts.unit) for word in command.argv] for command in found]
+            found = [c for a in held.get(f"Service.{key}", ()) for c in split_commands(a.value)]
+            words = [[one_of(word, name) for word in command.argv] for command in found]
+            assert words == [command[1] for command in loaded[f"{key}Ex"]], text
+        read += 1
+    assert read > len(texts) // 2
 
 
 def one_of(word: str, unit: str) -> str:
@@ -201,13 +195,10 @@ ENV_PIECE = st.sampled_from(
 ENV_FILE = st.lists(ENV_PIECE, max_size=24).map(lambda parts: "".join(parts) + "\nEND=1\n")
 
 
-@FEW
-@given(st.lists(ENV_FILE, min_size=40, max_size=40), st.integers(0, 10**9))
-def test_environment_files_say_what_a_process_gets(
-    units: Units, texts: list[str], number: int
-) -> None:
+def test_environment_files_say_what_a_process_gets(units: Units) -> None:
+    texts = drawn(ENV_FILE, 80)
     files: list[tuple[str, bytes]] = []
-    names = [f"env{number}-{n}.service" for n in range(len(texts))]
+    names = [f"env-{n}.service" for n in range(len(texts))]
     for name, text in zip(names, texts, strict=True):
         files.append((f"/run/envs/{name}", text.encode()))
         unit = (
@@ -219,9 +210,12 @@ def test_environment_files_say_what_a_process_gets(
     units.reload()
     version = read_unit(units.host, names[0], process=False).manager.version
     units.start(*names, check=False)
+    show = 'for u; do f=/run/envs/$u.got; [ -e "$f" ] && echo "$u $(base64 -w 0 "$f")"; done; :'
+    said = [line.split() for line in units.run("sh", "-c", show, "sh", *names).splitlines()]
+    results = {name: base64.b64decode(data) for name, data in said}
     told = 0
     for name, text in zip(names, texts, strict=True):
-        got = units.host.read(f"/run/envs/{name}.got")
+        got = results.get(name)
         mine = parse_environment_file(text.encode(), version=version)
         if got is None:
             continue
@@ -233,4 +227,3 @@ def test_environment_files_say_what_a_process_gets(
         told += 1
     assert told > len(texts) // 2
     units.run("rm", "-rf", "/run/envs")
-    units.clean()
