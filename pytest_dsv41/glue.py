@@ -28,7 +28,7 @@ from .collecting import PLANNED, CellCollector
 from .engines import ENGINES
 from .errors import Dsv41Error, MeasurementFailed, MeasurementRefused, SpecError, StartFailed
 from .errors import UsageError as OurUsageError
-from .lifecycle.chain import ChainUse
+from .lifecycle.chain import ChainUse, refuse_overrides
 from .lifecycle.closing import CloseResult
 from .lifecycle.finish import ARCHIVE_NAME, refuse_window
 from .lifecycle.marker import marker_path
@@ -215,6 +215,7 @@ class WindowPlugin:
         # Built once before anything is collected: a wrong target table is wrong use.
         try:
             name_factory(self.factory)
+            refuse_overrides({"kind": spec.target.kind, **spec.target.table})
             with tempfile.TemporaryDirectory() as nowhere:
                 target, _ = self._record().build(Path(nowhere))
                 target.check([as_arm(arm.model_dump()) for arm in spec.arms])

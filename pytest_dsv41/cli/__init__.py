@@ -102,6 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from ..engines import check_url
 
             check_url(arguments.url)
+        if hasattr(arguments, "campaign") and any(x.startswith("DSV41_CHAIN_") for x in os.environ):
+            from ..lifecycle.chain import refuse_overrides_over
+
+            refuse_overrides_over(arguments.campaign)
         return int(arguments.run(arguments))
     except RefusedByWorld as error:
         print(f"dsv41 {chosen}: REFUSED: {error}", file=sys.stderr)

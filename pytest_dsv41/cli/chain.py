@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import UsageError
 from ..hosts import Placeholder
-from ..lifecycle.abort import Aborted, abort, new_abort_folder
+from ..lifecycle.abort import (
+    ABORTED,
+    ALERT_ONLY,
+    NOT_RESTORED,
+    Aborted,
+    abort,
+    new_abort_folder,
+)
 from ..lifecycle.campaign import not_the_coordinator
-from ..lifecycle.chain import refuse_overrides
+from ..lifecycle.closing import CloseResult
 from ..lifecycle.gate import ADMIT, Gate, end_by_hand, gate, look_target
 from ..lifecycle.lease import Lease
 from ..lifecycle.marker import marker_path, read_leftovers, read_marker
-from ..lifecycle.record import read_record
 from ..lifecycle.recover import look
 from ..signals import Signals
+from ..window.summary import RESTORE_FAILED, RESTORE_RESTORED
 
 HELP = (
     "Windows back to back. gate: may the chain's next window begin? 0 yes, 2 refused, 3 CHAIN "
@@ -78,21 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         if why is not None:
             print(f"dsv41 chain {arguments.act}: {why}", file=sys.stderr)
             return _NOT_THE_COORDINATOR
-    _refuse_overrides(campaign)
     act: Callable[[argparse.Namespace, Path], int] = _ACTS[arguments.act]
     return act(arguments, campaign)
-
-
-def _refuse_overrides(campaign: Path) -> None:
-    try:
-        marker = read_marker(campaign)
-    except UsageError:
-        marker = None
-    kind, simulated = "of this campaign", False
-    if marker is not None:
-        table = read_record(Path(marker.folder)).table
-        kind, simulated = str(table.get("kind")), bool(table.get("world"))
-    refuse_overrides(kind, simulated=simulated)
 
 
 def _say(what: str, left: float) -> None:
@@ -116,7 +113,12 @@ def _gate(arguments: argparse.Namespace, campaign: Path) -> int:
             return
         _say(what, left)
 
-    found: Gate = gate(campaign, arguments.prev, wait_s=arguments.wait, progress=progress)
+    # A test's own, refused over real machines (WIN2, "Test-only overrides").
+    program = os.environ.get("DSV41_CHAIN_ABORT")
+    recovery = functools.partial(_by_program, program) if program else abort
+    found: Gate = gate(
+        campaign, arguments.prev, wait_s=arguments.wait, progress=progress, recovery=recovery
+    )
     signals.remove()
     if found.code == ADMIT:
         print(f"ADMIT: {found.mode.value if found.mode else ''}")
@@ -128,6 +130,22 @@ def _gate(arguments: argparse.Namespace, campaign: Path) -> int:
     elif found.code != ADMIT + 2:
         print("CHAIN STOPPED: PRODUCTION DOWN")
     return found.code
+
+
+def _by_program(
+    program: str, campaign: Path, out: Path, *, lease: Lease, progress: Callable[[str, float], None]
+) -> Aborted:
+    """Let `program OUT --campaign DIR` recover; its exit code says how, as `chain_abort.sh`'s."""
+    progress(f"abort by {program}", 0.0)
+    # It takes the lease itself.
+    lease.release()
+    code = subprocess.run([program, str(out), "--campaign", str(campaign)], check=False).returncode
+    code = code if code in (ABORTED, ALERT_ONLY) else NOT_RESTORED
+    status = RESTORE_RESTORED if code == ABORTED else RESTORE_FAILED
+    closed = CloseResult(
+        restore={"status": status, "reason": f"by {program}"}, production_down=code != ABORTED
+    )
+    return Aborted(code, closed, out)
 
 
 def _tell(aborted: Aborted) -> None:
@@ -187,6 +205,7 @@ def _status(_arguments: argparse.Namespace, campaign: Path) -> int:
     print(f"{status.observation.answer.value}: {status.observation.why}")
     print(f"  marker       {marker_path(campaign)}: {status.facts.marker.value}")
     print(f"  production   {status.production}")
+    print(f"  asked at     {status.production_url or 'not known'}")
     if marker is not None:
         print(f"  owner        {marker.placeholder_owner}")
         print(f"  left down by {marker.window}")

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from ..errors import UsageError
+from ..lifecycle.marker import marker_path
 from ..lifecycle.recover import look
 
 HELP = (
@@ -37,11 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(status.to_json(), indent=2))
         return status.exit_code
     print(f"{status.observation.answer.value}: {status.observation.why}")
-    print(f"  production  {status.production}")
+    asked = f" (asked at {status.production_url})" if status.production_url else ""
+    print(f"  production  {status.production}{asked}")
     print(f"  HOLD        {status.hold_state.value} {status.hold_owner}".rstrip())
     print(f"  intent      {status.intent.window if status.intent else 'none'}")
     print(f"  lease       {status.lease}")
     print(f"  window      {status.window or 'none yet'}")
+    print(f"  marker      {marker_path(status.campaign)}: {status.facts.marker.value}")
     if status.facts.marker.value != "none":
         owner = status.marker.placeholder_owner if status.marker else "unreadable"
         print(f"  chain       {owner}" + (f": stopped: {status.stopped}" if status.stopped else ""))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 
 from ..durable import write_atomic
 from ..errors import UsageError
+from ..lifecycle.campaign import keep_in_units
 from ..lifecycle.watchdog import pass_once, unit_files
 from ..signals import Signals
 
@@ -33,6 +35,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dir", type=Path, help="folder of the units (default: the user's own systemd)"
     )
+    parser.add_argument(
+        "--keepers",
+        action="store_true",
+        help="with install: run the campaign's keepers as transient units of their own too",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     campaign = campaign.resolve()
     if arguments.act == "install":
         return _install(arguments, campaign)
+    if arguments.keepers:
+        raise UsageError("--keepers: goes with install")
     # A recovery that has begun is finished, whatever asks the pass to end.
     signals = Signals(lambda _why: None)
     signals.install()
@@ -65,6 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _install(arguments: argparse.Namespace, campaign: Path) -> int:
     if arguments.every < 1:
         raise UsageError(f"--every {arguments.every}: at least 1 second")
+    if arguments.keepers:
+        if shutil.which("systemd-run") is None:
+            raise UsageError("--keepers: systemd-run is not installed here")
+        print(f"{keep_in_units(campaign)}: keeper_units = true")
     configured = Path(os.environ.get("XDG_CONFIG_HOME", "") or Path.home() / ".config")
     folder: Path = arguments.dir or configured / "systemd" / "user"
     folder.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,8 @@ __all__ = [
     "Process",
 ]
 
+_KEPT = re.compile(r"(\d{4,})-.*\.log")
+
 FENCED_OFF = 83
 """The exit code of a command that a host refused because its epoch is no longer the newest."""
 
@@ -234,7 +236,10 @@ class CommandLog:
         safe = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:64] or "command"
         with self._lock, contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            taken = [int(p.name[:4]) for p in self.folder.glob("[0-9][0-9][0-9][0-9]-*.log")]
+            # Looked for each time: another process may keep its commands here too.
+            with os.scandir(self.folder) as entries:
+                matches = [_KEPT.match(entry.name) for entry in entries]
+            taken = [int(match[1]) for match in matches if match]
             path = self.folder / f"{max(taken, default=0) + 1:04d}-{safe}.log"
             stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
             text = visible("\n".join([f"written: {stamp}", *lines]), 1_000_000)

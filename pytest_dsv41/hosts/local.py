@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -39,6 +40,10 @@ __all__ = ["LocalHost"]
 
 SCOPE_VARIABLE: Final = "DSV41_SCOPE"
 _POLL_S: Final = 0.02
+_TRIES: Final = 100
+_LOWEST_PORT: Final = 20000
+"""Below it lie the ports of well-known services."""
+_ENOUGH_PORTS: Final = 1000
 # What belongs to the running test session and not to a server that may outlive it.
 _NOT_INHERITED: Final = ("PYTEST_", "DSV41_", "COV_", "COVERAGE_")
 
@@ -76,6 +81,17 @@ def _sink(output: Path) -> BinaryIO:
         return output.open("ab")
     except OSError:
         return Path(os.devnull).open("ab")
+
+
+def _lasting_ports() -> Sequence[int]:
+    """The ports that are nobody's until somebody names them; whichever, if the kernel has all."""
+    try:
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        low, high = 32768, 60999
+    below, above = range(_LOWEST_PORT, low), range(high + 1, 65536)
+    longest = max(below, above, key=len)
+    return longest if len(longest) >= _ENOUGH_PORTS else (0,)
 
 
 class LocalHost:
@@ -348,10 +364,17 @@ class LocalHost:
 
     @staticmethod
     def free_port() -> int:
-        """A TCP port that nothing listens on now."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
+        """A TCP port that nothing listens on now, outside of those that the kernel gives out.
+
+        One of the kernel's own could be anybody's next connection or server by the time that a
+        server is started on it.
+        """
+        for _ in range(_TRIES):
+            port = secrets.choice(_lasting_ports())
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return int(probe.getsockname()[1])
+        raise TransportError(f"no free port on this machine after {_TRIES} tries")
 
     @staticmethod
     def _environment(extra: Mapping[str, str]) -> dict[str, str]:

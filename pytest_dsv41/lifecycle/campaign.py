@@ -13,10 +13,11 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ..durable import write_atomic
 from ..errors import UsageError
 from ..text import one_line
 
-__all__ = ["Campaign", "not_the_coordinator", "read_campaign"]
+__all__ = ["Campaign", "keep_in_units", "not_the_coordinator", "read_campaign"]
 
 _NAME: Final = "campaign.toml"
 
@@ -32,6 +33,9 @@ class Campaign(BaseModel):
     """Run for every alert, with the alert as JSON on its standard input."""
     alert_repeat_hours: float = Field(default=6.0, gt=0)
     """Hours after which an alert that still stands is told again."""
+    keeper_units: bool = False
+    """Whether keepers run as units of the user's systemd: what kills the window's own scope or
+    login session does not kill them (SAFETY)."""
     smoke_backend: str = Field(default="", pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")
     """`module:factory` of the backend that starts smokes (`dsv41 smoke`)."""
 
@@ -54,6 +58,27 @@ def read_campaign(campaign: Path) -> Campaign:
         raise UsageError(f"{path}: {key}: {one_line(first['msg'])}; keys: {valid}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {one_line(str(error))}") from None
+
+
+def keep_in_units(campaign: Path) -> Path:
+    """Add `keeper_units = true` to the folder's `campaign.toml`, which keeps what it says.
+
+    Raises:
+        UsageError: the file says false, which a person wrote, or cannot be read.
+    """
+    path = campaign / _NAME
+    settings = read_campaign(campaign)
+    if settings.keeper_units:
+        return path
+    if "keeper_units" in settings.model_fields_set:
+        raise UsageError(f"{path}: it says keeper_units = false; change it there")
+    text, mode = "", 0o600
+    if path.exists():
+        text, mode = path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777
+    if text and not text.endswith("\n"):
+        text += "\n"
+    write_atomic(path, text + "keeper_units = true\n", mode=mode)
+    return path
 
 
 def not_the_coordinator(campaign: Path) -> str | None:

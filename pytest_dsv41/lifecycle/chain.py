@@ -32,6 +32,7 @@ from .marker import (
     remove_marker,
 )
 from .production import read_rollback
+from .record import read_record, window_folder, windows
 
 __all__ = [
     "ChainUse",
@@ -48,6 +49,7 @@ __all__ = [
     "preflight",
     "production_snapshot",
     "refuse_overrides",
+    "refuse_overrides_over",
     "remove_marker",
     "restore_required",
 ]
@@ -261,14 +263,27 @@ def changed_hosts(target: Target, marker: Marker) -> list[str]:
     ]
 
 
-def refuse_overrides(
-    kind: str, *, simulated: bool, environment: Mapping[str, str] = os.environ
-) -> None:
-    """Refuse the test-only variables `DSV41_CHAIN_…` over real machines.
+def refuse_overrides(table: Mapping[str, Any] | None) -> None:
+    """Refuse the test-only variables `DSV41_CHAIN_…` over real machines (SAFETY).
+
+    `table` is the target's; without one nobody knows that its hosts are simulated.
 
     Raises:
-        UsageError: one is set, and the target's hosts are not simulated.
+        UsageError: one of them is set, and the target's hosts are not simulated.
     """
-    found = sorted(name for name in environment if name.startswith(_OVERRIDES))
-    if found and not simulated:
-        raise UsageError(f"{found[0]} is for tests alone and is refused with target {kind}")
+    found = sorted(name for name in os.environ if name.startswith(_OVERRIDES))
+    if not found or (table and table.get("world")):
+        return
+    kind = f"with target {one_line(str(table['kind']))}" if table else "where no window has run"
+    raise UsageError(f"{found[0]} is for tests alone and is refused {kind}")
+
+
+def refuse_overrides_over(campaign: Path) -> None:
+    """As `refuse_overrides`, over the machines of the campaign's newest window.
+
+    Raises:
+        UsageError: as there, or that window's record is damaged.
+    """
+    folders = (window_folder(campaign, name) for name in reversed(windows(campaign)))
+    newest = next((folder for folder in folders if folder), None)
+    refuse_overrides(read_record(newest).table if newest else None)

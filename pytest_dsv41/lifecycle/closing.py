@@ -48,7 +48,14 @@ from .marker import (
 from .production import check, read_rollback, watch
 from .seam import Seam, run_seam
 
-__all__ = ["CHAIN_ENDED", "CHAIN_ENDED_WITH_ALERT", "CloseResult", "close_window", "end_chain"]
+__all__ = [
+    "CHAIN_ENDED",
+    "CHAIN_ENDED_WITH_ALERT",
+    "CloseResult",
+    "close_window",
+    "end_chain",
+    "write_quiet_proof",
+]
 
 NOT_NEEDED = "NOT NEEDED: production untouched"
 RESTORED = "RESTORED"
@@ -257,12 +264,10 @@ class _Closer:
             if boottime() > limit:
                 raise TransportError(f"not quiet: {problems[0]}")
             time.sleep(0.05)
-        now = self.target.identities()
+        now = write_quiet_proof(self.folder, self.target)
         for host in sorted(intent.hosts):
             if now.get(host) != intent.hosts[host]:
                 raise TransportError(f"{host} was restarted during the window")
-        proof = {"schema": "dsv41-quiet-v1", "problems": [], "hosts": now, "boottime": boottime()}
-        write_atomic(self.folder / "quiet.json", dump_json(proof) + "\n")
 
     def chained_close(self, owner: str) -> None:
         """Remove the own HOLD, and nothing else, where the placeholders keep others off."""
@@ -554,6 +559,17 @@ class _Closer:
         self.result.production_down = self.down()
         if reason not in self.result.errors:
             self.result.errors.append(reason)
+
+
+def write_quiet_proof(folder: Path, target: Target) -> dict[str, str]:
+    """Write `quiet.json`: nothing runs on any host, and which boot each is in, which is returned.
+
+    Called once `quiet_problems` is empty; a later proof takes the place of an earlier one.
+    """
+    hosts = target.identities()
+    proof = {"schema": "dsv41-quiet-v1", "problems": [], "hosts": hosts, "boottime": boottime()}
+    write_atomic(folder / "quiet.json", dump_json(proof) + "\n")
+    return hosts
 
 
 def end_chain(

@@ -75,11 +75,13 @@ def gate(
     wait_s: float,
     progress: Say = lambda _what, _left: None,
     pause: Callable[[float], None] = time.sleep,
+    recovery: Callable[..., Aborted] = abort,
 ) -> Gate:
     """Wait up to `wait_s` seconds for `previous`, then admit or refuse the next window.
 
     `previous` is the previous window's summary.json or folder; a recovery's counts too. Signals
-    must be deferred by the caller from the moment that `progress` first says "abort".
+    must be deferred by the caller from the moment that `progress` first says "abort". `recovery`
+    is called as `abort` is.
     """
     limit = boottime() + wait_s
     while not summary_path(previous).is_file() and boottime() < limit:
@@ -109,7 +111,7 @@ def gate(
             if marker is not None:
                 write_refused(campaign, marker, str(refusals[0]))
         progress("abort", 0.0)
-        aborted = abort(campaign, new_abort_folder(campaign), lease=lease, progress=progress)
+        aborted = recovery(campaign, new_abort_folder(campaign), lease=lease, progress=progress)
         return Gate(CHAIN_STOPPED, None, tuple(refusals), aborted)
     finally:
         lease.release()

@@ -4,18 +4,27 @@ It lives in a session of its own, started before production is touched. It acts 
 that opened the window dies without a summary, when that process is halted (SIGSTOP) past the
 window's deadline, or when it is past the deadline and its close is overdue too. A process that is
 only halted is killed first: woken up later, it could act on machines that are somebody else's.
+
+Where the campaign asks for it, the keeper is a transient unit of the user's systemd, outside of the
+cgroup that it was started from: what kills a login session, a container's shell or the scope that
+the window runs in as a whole does not kill it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, Final
 
 import psutil
 
@@ -24,72 +33,144 @@ from ..hosts.local import boottime
 
 __all__ = ["KeeperHandle", "keep", "spawn_keeper"]
 
-_LOOK_S = 0.5
-_READY = b"ready\n"
+_LOOK_S: Final = 0.5
+_READY_S: Final = 30.0
+_READY: Final = re.compile(rb"ready (\d+)\n")
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class KeeperHandle:
-    """The keeper as the window's process sees it."""
+    """The keeper as the window's process sees it: the child that was started, and the keeper.
 
-    def __init__(self, process: subprocess.Popen[bytes], started: float) -> None:
-        self._process = process
-        self.pid = process.pid
-        self.started = started
+    Both are one process, unless the keeper is a unit: then the child only hands its pipes on.
+    """
+
+    def __init__(self, child: subprocess.Popen[bytes], keeper: psutil.Process) -> None:
+        self._child = child
+        self._keeper = keeper
+        self.pid = keeper.pid
+        self.started = keeper.create_time()
 
     def alive(self) -> bool:
         """Whether the keeper still watches."""
-        return self._process.poll() is None
+        # A dead child is reaped first, so that it is not taken for a living one.
+        self._child.poll()
+        try:
+            return self._keeper.is_running() and self._keeper.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
 
     def dismiss(self) -> None:
         """Tell the keeper that the window has ended, and wait until it is gone."""
         with contextlib.suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.write(b"done\n")
-                self._process.stdin.close()
+            if self._child.stdin is not None:
+                self._child.stdin.write(b"done\n")
+                self._child.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10.0)
+            self._child.wait(10.0)
         if self.alive():
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+            with contextlib.suppress(psutil.Error):
+                self._keeper.kill()
+        if self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()
+        if self._child.stdout is not None:
+            self._child.stdout.close()
 
 
-def spawn_keeper(folder: Path, deadline: float, budget_s: float) -> KeeperHandle:
+def spawn_keeper(
+    folder: Path, deadline: float, budget_s: float, *, as_unit: bool = False
+) -> KeeperHandle:
     """Start the keeper of the window in `folder` and wait until it says that it watches.
+
+    `as_unit` makes it a transient unit of the user's systemd, which outlives the cgroup of this
+    process (SAFETY).
 
     Raises:
         StartFailed: it did not come up; production must not be touched without it.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "DSV41_"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k.startswith("DSV41_CHAIN_") or not k.startswith(("PYTEST_", "DSV41_"))
+    }
+    environment = {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    argv = [
+        *(sys.executable, "-m", "pytest_dsv41", "keeper", str(folder)),
+        *("--parent", str(os.getpid())),
+        *("--deadline", repr(deadline), "--budget", repr(budget_s)),
+    ]
+    if as_unit:
+        argv = _unit(argv, environment)
+    failed = StartFailed(f"the keeper did not start; see {folder / 'keeper.log'}")
     with (folder / "keeper.log").open("ab") as log:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "pytest_dsv41",
-                "keeper",
-                str(folder),
-                "--parent",
-                str(os.getpid()),
-                "--deadline",
-                repr(deadline),
-                "--budget",
-                repr(budget_s),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,
+        try:
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StartFailed(f"the keeper did not start: {argv[0]}: {error.strerror}") from error
+    assert child.stdout is not None
+    said = _READY.fullmatch(_first_line(child.stdout))
+    try:
+        if said is None:
+            raise failed
+        return KeeperHandle(child, psutil.Process(int(said[1])))
+    except (StartFailed, psutil.Error):
+        child.kill()
+        child.wait()
+        raise failed from None
+
+
+def _first_line(pipe: IO[bytes]) -> bytes:
+    """What the child says first; less than a line when it ends, or takes too long."""
+    said, limit = b"", time.monotonic() + _READY_S
+    while not said.endswith(b"\n") and (left := limit - time.monotonic()) > 0:
+        readable, _, _ = select.select([pipe], [], [], left)
+        chunk = os.read(pipe.fileno(), 64) if readable else b""
+        if not chunk:
+            break
+        said += chunk
+    return said
+
+
+def _unit(argv: list[str], environment: Mapping[str, str]) -> list[str]:
+    """The same command as a transient unit with this process's pipes.
+
+    A variable is named and not told, since a command line is everybody's to read. What the keeper
+    starts on this machine must outlive it: systemd ends the unit's main process alone.
+
+    Raises:
+        StartFailed: there is no systemd-run here.
+    """
+    program = shutil.which("systemd-run")
+    if program is None:
+        raise StartFailed("keeper_units in campaign.toml: systemd-run is not installed here")
+    try:
+        helped = subprocess.run(
+            [program, "--help"], capture_output=True, text=True, timeout=10.0, check=False
         )
-    assert process.stdout is not None
-    readable, _, _ = select.select([process.stdout], [], [], 30.0)
-    if not readable or os.read(process.stdout.fileno(), len(_READY)) != _READY:
-        process.kill()
-        process.wait()
-        raise StartFailed(f"the keeper did not start; see {folder / 'keeper.log'}")
-    return KeeperHandle(process, psutil.Process(process.pid).create_time())
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StartFailed(f"keeper_units in campaign.toml: {program}: {error}") from error
+    if "--expand-environment" in helped.stdout:
+        no_expansion = ["--expand-environment=no"]
+    else:
+        # Before 254 the manager expands the command's variables, and a doubled one stands for $.
+        no_expansion, argv = [], [word.replace("$", "$$") for word in argv]
+    return [
+        *(program, "--user", "--pipe", "--same-dir", "--quiet", "--collect"),
+        f"--unit=dsv41-keeper-{secrets.token_hex(8)}",
+        "--property=KillMode=process",
+        *no_expansion,
+        *(f"--setenv={name}" for name in sorted(environment) if _NAME.fullmatch(name)),
+        "--",
+        *argv,
+    ]
 
 
 def keep(folder: Path, parent: int, deadline: float, budget_s: float) -> int:
@@ -104,7 +185,7 @@ def keep(folder: Path, parent: int, deadline: float, budget_s: float) -> int:
         started = watched.create_time()
     except psutil.NoSuchProcess:
         watched, started = None, 0.0
-    os.write(sys.stdout.fileno(), _READY)
+    os.write(sys.stdout.fileno(), b"ready %d\n" % os.getpid())
     why = _wait(watched, started, deadline, budget_s)
     if why is None:
         return 0

@@ -50,6 +50,10 @@ class Facts:
     abort_record: bool = False
     served_by_default: bool = True
     leftovers: bool = False
+    old_abort: bool = False
+    """Whether an abort record lies there that is not this marker's."""
+    machines_known: bool = True
+    """Whether a window has run here; before the first one nobody knows what to look at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +97,9 @@ def observe(facts: Facts) -> Observation:
     if facts.production is Probe.UNKNOWN:
         if ours or facts.hold is HoldState.OWN:
             return alert(3, "cannot see production, and a window of ours is open")
+        if not facts.machines_known:
+            nothing = "no window has run here: nothing of ours is open, and no machine is known"
+            return Observation(Answer.CLEAN, nothing, 8)
         return Observation(
             Answer.UNKNOWN, "cannot see production; nothing is touched", 3, down=True
         )
@@ -141,6 +148,7 @@ def observe(facts: Facts) -> Observation:
         return alert(7, "production is down by a window of ours", "dsv41 recover")
     if facts.production is Probe.UP or not facts.served_by_default:
         note = "; a leftover of ours is listed" if facts.leftovers else ""
+        note += "; the record of another chain's recovery lies here" if facts.old_abort else ""
         serves = (
             "production serves" if facts.production is Probe.UP else "nothing is served by default"
         )

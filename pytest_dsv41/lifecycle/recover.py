@@ -24,6 +24,7 @@ from .lease import Lease
 from .marker import (
     Leftover,
     Marker,
+    abort_path,
     abort_record,
     marker_path,
     read_leftovers,
@@ -59,6 +60,9 @@ def recover_window(
     lease = lease or Lease(campaign)
     if own:
         lease.acquire(f"recover {record.window}", record.close_budget_s, wait_s=wait_s)
+    else:
+        # Restore and watch take their time: whoever sees this lease must not call it overdue.
+        lease.renew(f"recover {record.window}", record.close_budget_s)
     try:
         intent = None
         with contextlib.suppress(UsageError):
@@ -169,6 +173,8 @@ class Status:
     hold_owner: str
     lease: str
     production: str
+    production_url: str
+    """Where production is asked; empty where a target does not say."""
     window: str
     unfinished: tuple[str, ...]
     marker: Marker | None = None
@@ -222,11 +228,13 @@ class Status:
             },
             "intent": self.intent.to_json() if self.intent else None,
             "chain": {
+                "path": str(marker_path(self.campaign)),
                 "marker": dataclasses.asdict(self.marker) if self.marker else None,
                 "stopped": self.stopped or None,
                 "leftovers": [dataclasses.asdict(one) for one in self.leftovers],
             },
             "production": self.production,
+            "production_url": self.production_url or None,
             "window": self.window,
             "unfinished": list(self.unfinished),
         }
@@ -253,14 +261,14 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         if intent is not None and intent.window != marker.window and not stopped:
             stopped = f"{intent.window} took production over and has not ended"
     names = windows(campaign)
-    newest = intent.window if intent else (names[-1] if names else "")
-    folder = Path(intent.folder) if intent else window_folder(campaign, newest)
-    production, detail, ephemeral, leftovers = (
-        Probe.UP,
-        "not looked at: no window has run here",
-        True,
-        False,
-    )
+    # Whoever has production down knows the machines; else the newest window does.
+    down_by = intent or marker
+    newest = down_by.window if down_by else (names[-1] if names else "")
+    known = (window_folder(campaign, name) for name in reversed(names))
+    folder = Path(down_by.folder) if down_by else next((one for one in known if one), None)
+    gone = f"the folder of {one_line(newest)} is gone" if names else "no window has run here"
+    production, detail, url = Probe.UNKNOWN, f"not looked at: {gone}", ""
+    ephemeral, leftovers = False, False
     hold = Hold(())
     hold_state, hold_owner = HoldState.NONE, ""
     if folder is not None:
@@ -268,7 +276,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
             record = read_record(folder)
             target, _ = record.build(folder)
             seen = target.probe()
-            production, detail = seen.state, seen.detail
+            production, detail, url = seen.state, seen.detail, seen.url
             ephemeral = target.ephemeral
             leftovers = bool(target.leftovers())
             if marker is not None and not stopped:
@@ -276,7 +284,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
             if target.holds:
                 hold = Hold(target.hold_sites())
         except Dsv41Error as error:
-            production, detail, ephemeral = Probe.UNKNOWN, one_line(str(error)), False
+            production, detail = Probe.UNKNOWN, one_line(str(error))
     elif (campaign / "HOLD").exists():
         here = LocalHost(CommandLog(campaign / "cmd"))
         hold = Hold((HoldSite(here, str(campaign / "HOLD")),))
@@ -303,6 +311,8 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         abort_record=aborted,
         served_by_default=not ephemeral,
         leftovers=leftovers or bool(left),
+        old_abort=not aborted and abort_path(campaign).exists(),
+        machines_known=folder is not None or bool(names),
     )
     unfinished = tuple(
         name
@@ -319,6 +329,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         hold_owner=one_line(hold_owner),
         lease=str(held) if held else "free",
         production=detail if folder is None else f"{production.value}: {detail}",
+        production_url=url,
         window=newest,
         unfinished=unfinished if held is None else (),
         marker=marker,

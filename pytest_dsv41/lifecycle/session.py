@@ -37,6 +37,7 @@ from ..window.plan import Plan, PlannedItem
 from ..window.process_rules import archived, ask, refusal
 from ..window.summary import CHAINED, ProcessRules, Summary
 from .abort import Aborted, abort
+from .campaign import read_campaign
 from .chain import (
     ChainUse,
     Mode,
@@ -45,7 +46,7 @@ from .chain import (
     end_action,
     production_snapshot,
 )
-from .closing import CloseResult, close_window
+from .closing import CloseResult, close_window, write_quiet_proof
 from .dropped import dropped_arms
 from .finish import ARCHIVE_NAME, Rule, finish_window
 from .hold import Hold, HoldState
@@ -133,6 +134,7 @@ class WindowRun:
         self._prompts = prompts
         self._current: str | None = None
         self._keeper: KeeperHandle | None = None
+        self._keeper_units = False
         self._closing = False
         self._closed: CloseResult | None = None
         self._deadline = 0.0
@@ -221,9 +223,7 @@ class WindowRun:
         target = self.target
         if target.holds:
             with self.journal.step("keeper") as detail:
-                self._keeper = spawn_keeper(
-                    self.folder, self._deadline, self._record.close_budget_s
-                )
+                self._keeper = self._spawn_keeper()
                 detail["pid"] = self._keeper.pid
             self._take_down()
         self._show(phase="measuring", production="down" if target.holds else "")
@@ -288,6 +288,7 @@ class WindowRun:
 
     def _admit(self) -> None:
         """Read the facts and refuse; writes nothing outside the window's own folder."""
+        self._keeper_units = read_campaign(self.campaign).keeper_units
         self._build()
         self._not_dropped()
         refused = self._ask()
@@ -382,6 +383,7 @@ class WindowRun:
         self._show(phase="HOLD")
         with journal.step("hold"):
             self.hold.create(self.plan.window_id, self.lease.epoch)
+            target.hold_opened()
             self._admit_again()
         self.pause(0)
         self._show(phase="capture")
@@ -398,6 +400,7 @@ class WindowRun:
                 target.stop_production()
         self._show(production="down")
         self._quiet("quiet")
+        write_quiet_proof(self.folder, target)
         if self.plan.spec.get("smoke") == "x-first":
             self._smoke()
 
@@ -560,12 +563,14 @@ class WindowRun:
             self.target.stop_arm(start)
         self._quiet(f"quiet:{start}")
 
+    def _spawn_keeper(self) -> KeeperHandle:
+        budget = self._record.close_budget_s
+        return spawn_keeper(self.folder, self._deadline, budget, as_unit=self._keeper_units)
+
     def _revive_keeper(self) -> None:
         if self._keeper is not None and not self._keeper.alive():
             with self.journal.step("keeper-again") as detail:
-                self._keeper = spawn_keeper(
-                    self.folder, self._deadline, self._record.close_budget_s
-                )
+                self._keeper = self._spawn_keeper()
                 detail["pid"] = self._keeper.pid
             intent = read_intent(self.campaign)
             if intent is not None:

@@ -207,7 +207,8 @@ def unit_files(campaign: Path, every_s: int = 60) -> dict[str, str]:
     return {
         f"{name}.service": (
             f"[Unit]\nDescription={about}\n\n"
-            "[Service]\nType=oneshot\n"
+            # What a recovery starts on this machine must outlive the pass that started it.
+            "[Service]\nType=oneshot\nKillMode=process\n"
             f"ExecStart={command}\n"
             "SuccessExitStatus=1 20 21\n"
         ),

@@ -49,10 +49,11 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class ProbeResult:
-    """What a probe saw, and the evidence in one line."""
+    """What a probe saw, the evidence in one line, and the URL that it asked, if any."""
 
     state: Probe
     detail: str
+    url: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +150,16 @@ class Target(Protocol):
 
     def hold_sites(self) -> tuple[HoldSite, ...]:
         """One HOLD file a host, in the order in which they are created, all or none."""
+
+    def hold_opened(self) -> None:
+        """The window's HOLD lies: say so on every host too, for as long as the window lasts.
+
+        Where others look at processes and not at files, this is the window's own placeholder;
+        `stop_all` ends it. Idempotent.
+
+        Raises:
+            TransportError: it is not known to be there.
+        """
 
     def placeholders_up(self, owner: str) -> None:
         """Start the chain's placeholder wherever one is needed; idempotent.

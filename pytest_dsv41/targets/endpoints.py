@@ -88,6 +88,9 @@ class EndpointsTarget:
         """No production is touched."""
         return ()
 
+    def hold_opened(self) -> None:
+        """There is no HOLD."""
+
     def placeholders_up(self, owner: str) -> None:
         """There is no chain."""
 

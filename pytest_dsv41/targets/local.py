@@ -140,6 +140,9 @@ class LocalTarget:
             path = Path(f"/var/tmp/dsv41-HOLD-{self._production_port}")  # noqa: S108 - never followed
         return (self._context.hold_site(self._host, str(path)),)
 
+    def hold_opened(self) -> None:
+        """The file says enough on one machine."""
+
     def placeholders_up(self, owner: str) -> None:
         """None is needed: a placeholder keeps the queues of shared hosts away, not local users."""
 
@@ -171,11 +174,11 @@ class LocalTarget:
         url = f"http://127.0.0.1:{self._production_port}"
         health = self._engine.health(url, timeout=5.0)
         if health == "up":
-            return ProbeResult(Probe.UP, f"{url} is healthy")
+            return ProbeResult(Probe.UP, f"{url} is healthy", url)
         port = self._host.port(self._production_port)
         if port is Probe.DOWN:
-            return ProbeResult(Probe.DOWN, f"nothing listens on {url}")
-        return ProbeResult(Probe.UNKNOWN, f"{url} listens and is not healthy ({health})")
+            return ProbeResult(Probe.DOWN, f"nothing listens on {url}", url)
+        return ProbeResult(Probe.UNKNOWN, f"{url} listens and is not healthy ({health})", url)
 
     def capture(self) -> dict[str, Any]:
         """The running server's command line, which must be the one that would be started again."""

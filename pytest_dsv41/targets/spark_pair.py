@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import sys
 import zlib
@@ -255,6 +256,19 @@ class SparkPairTarget:
         """`target.hold` on every host."""
         return tuple(self._context.hold_site(host, self._table.hold) for host in self._hosts)
 
+    def hold_opened(self) -> None:
+        """Start the window's own placeholder on every host, in a scope of the window."""
+        for host in self._hosts:
+            unit = self._unit(_HOLD_SCOPE)
+            if unit not in live_scopes(host):
+                window_placeholder_up(
+                    host,
+                    unit,
+                    longest_s=self._longest_s(),
+                    head=self._table.placeholder,
+                    fence=self._fence,
+                )
+
     def placeholders_up(self, owner: str) -> None:
         """Start the chain's placeholder on every host."""
         for host in self._hosts:
@@ -283,14 +297,16 @@ class SparkPairTarget:
         healthy, said = self._healthy(server)
         where = self._url(server)
         if healthy:
-            return ProbeResult(Probe.UP, f"{where} is healthy")
+            return ProbeResult(Probe.UP, f"{where} is healthy", where)
         try:
             port = self._head.port(server.port)
         except (Dsv41Error, OSError) as error:
-            return ProbeResult(Probe.UNKNOWN, one_line(str(error)))
+            return ProbeResult(Probe.UNKNOWN, one_line(str(error)), where)
         if port is Probe.DOWN:
-            return ProbeResult(Probe.DOWN, f"nothing listens on {self._head.name}:{server.port}")
-        return ProbeResult(Probe.UNKNOWN, f"{where} is not healthy ({said}), its port {port.value}")
+            nobody = f"nothing listens on {self._head.name}:{server.port}"
+            return ProbeResult(Probe.DOWN, nobody, where)
+        unwell = f"{where} is not healthy ({said}), its port {port.value}"
+        return ProbeResult(Probe.UNKNOWN, unwell, where)
 
     def capture(self) -> dict[str, Any]:
         """The running commands, which must be those that would be started, and the files."""
@@ -325,17 +341,7 @@ class SparkPairTarget:
         return {"argv": running, "definition": self.describe(), "files": files}
 
     def stop_production(self) -> None:
-        """Hold the hosts by the window's placeholder, and end production on all of them."""
-        for host in self._hosts:
-            unit = self._unit(_HOLD_SCOPE)
-            if unit not in live_scopes(host):
-                window_placeholder_up(
-                    host,
-                    unit,
-                    longest_s=self._longest_s(),
-                    head=self._table.placeholder,
-                    fence=self._fence,
-                )
+        """End production on every host."""
         self._everywhere(lambda host: self._stop_production_on(host))
         self._closed(self._table.production, "production-stop")
 
@@ -675,6 +681,11 @@ class SparkPairTarget:
         return self._context.limits.get(name, default)
 
     def _url(self, server: _Server) -> str:
+        if self._table.world and server is self._table.production:
+            # A test's own: the variable is refused over real hosts (WIN2, "Test-only overrides").
+            override = os.environ.get("DSV41_CHAIN_PRODUCTION_URL")
+            if override:
+                return override
         return server.url or f"http://{self._addresses[self._head.name]}:{server.port}"
 
     def _endpoint(self, server: _Server) -> Endpoint:

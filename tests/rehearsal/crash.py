@@ -21,7 +21,7 @@ from pair import FIRST, LAST, Killed, Pair
 from pytest_dsv41.archive import archive_rows
 from pytest_dsv41.cli import main
 from pytest_dsv41.durable import FileLock, read_json_lines
-from pytest_dsv41.errors import Dsv41Error
+from pytest_dsv41.errors import CommandFailed, Dsv41Error
 from pytest_dsv41.hosts.fake import FakeHost
 from pytest_dsv41.lifecycle.abort import abort, new_abort_folder
 from pytest_dsv41.lifecycle.finish import ARCHIVE_NAME
@@ -113,7 +113,12 @@ def breaking(world: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Breaker]:
     def host(self: FakeHost, what: str, *words: Any, **options: Any) -> Any:
         reads = what.startswith(("read ", "port ", "identity", "processes", "list"))
         if not reads:
-            breaker.act(f"{self.name}: {what}")
+            writes = what.startswith(("create ", "write "))
+            try:
+                breaker.act(f"{self.name}: {what}", disk=writes)
+            except OSError as error:
+                # What a host says of its own full disk.
+                raise CommandFailed(f"{what}: {error.strerror}", error.errno or 1) from error
         elif breaker.broken and breaker.how == "kill":
             raise Killed
         return act(self, what, *words, **options)

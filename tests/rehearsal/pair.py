@@ -138,6 +138,8 @@ class PairTarget:
                     if host.port(EXPERIMENT) is Probe.UP]  # fmt: skip
         return []
 
+    def hold_opened(self) -> None: ...
+
     # -- placeholders ------------------------------------------------------------------------------
 
     def placeholders_up(self, owner: str) -> None:
@@ -423,7 +425,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(production, "greedy_answers", ask)
     monkeypatch.setattr(session, "greedy_answers", ask)
-    monkeypatch.setattr(session, "spawn_keeper", lambda *_: FakeKeeper())
+    monkeypatch.setattr(session, "spawn_keeper", lambda *_, **__: FakeKeeper())
     # Order is what these tests are about; the disk's own speed is not.
     monkeypatch.setattr(finish, "_software", lambda: {"python": "3"})
     monkeypatch.setattr(os, "fsync", lambda _fd: None)

@@ -14,12 +14,23 @@ from crash import FLOWS, Breaker, Stage, breaking, keeper_acts, settle
 from pair import HOSTS, Pair, make_pair, simulated
 
 from pytest_dsv41.errors import Dsv41Error
+from pytest_dsv41.lifecycle.intent import read_intent
+from pytest_dsv41.lifecycle.journal import Journal, StepHook
+from pytest_dsv41.lifecycle.marker import read_marker
 from pytest_dsv41.lifecycle.recover import look
+from pytest_dsv41.window.summary import read_summary
 
 SAMPLE = {"single": 29, "chained-end": 17, "chained-start": 31, "last": 37}
 """How many acts lie between two breaks of the default run; every one is broken under `slow`."""
 DISK = {"chained-start": 37}
-FAULTS = ("partition", "reboot", "power-loss", "full-disk", "clock-forward", "clock-back")
+FAULTS = [
+    *(("partition", host) for host in HOSTS),
+    *(("reboot", host) for host in (*HOSTS, "")),
+    ("power-loss", "beta"),
+    *(("full-disk", host) for host in HOSTS),
+    *((clock, "") for clock in ("clock-forward", "clock-back")),
+]
+"""Fault and host; no host: both at once."""
 
 
 @pytest.fixture
@@ -32,6 +43,22 @@ def breaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[B
         pair.small = True
         with breaking(pair.world.folder, monkeypatch) as found:
             yield found, pair
+
+
+@pytest.fixture
+def every_journal(breaker: tuple[Breaker, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of recoveries and of ends by hand tell the test of their steps."""
+    _, pair = breaker
+    real = Journal.__init__
+
+    def tell(step: str, event: str) -> None:
+        if pair.on_step is not None:
+            pair.on_step(step, event)
+
+    def told(self: Journal, folder: Path, on_step: StepHook | None = None) -> None:
+        real(self, folder, on_step or tell)
+
+    monkeypatch.setattr(Journal, "__init__", told)
 
 
 def acts_of(breaker: Breaker, stage: Stage) -> list[str]:
@@ -113,24 +140,23 @@ def steps_of(stage: Stage) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("flow", [name for name in FLOWS if name not in ("recovery", "end")])
+@pytest.mark.parametrize(("fault", "host"), FAULTS)
+@pytest.mark.parametrize("flow", FLOWS)
 def test_a_fault_of_a_host_at_every_journalled_step(
-    flow: str, fault: str, breaker: tuple[Breaker, Pair]
+    flow: str, fault: str, host: str, breaker: tuple[Breaker, Pair], every_journal: None
 ) -> None:
     found, pair = breaker
     stage = Stage(pair, flow)
     events = steps_of(stage)
     found.process_exit()
     settle(pair)
-    for number in range(len(events)):
-        if events[number][1] != "begin":
-            continue
-        host = HOSTS[number % 4 // 2]
+    begun = [number for number, (_, event) in enumerate(events) if event == "begin"]
+    assert len(begun) > 5, events
+    for number in begun:
         stage.reset()
         seen = 0
 
-        def strike(_step: str, _event: str, number: int = number, host: str = host) -> None:
+        def strike(_step: str, _event: str, number: int = number) -> None:
             nonlocal seen
             if seen == number:
                 pair.world.inject(fault, host)
@@ -141,6 +167,7 @@ def test_a_fault_of_a_host_at_every_journalled_step(
         pair.on_step = None
         found.process_exit()
         try:
+            assert seen > number, "the step never came"
             # The facts are looked at while the fault lasts: whatever is seen is never "clean".
             status = look(pair.campaign)
             assert status.exit_code != 0 or all(pair.serving().values()), status
@@ -148,5 +175,35 @@ def test_a_fault_of_a_host_at_every_journalled_step(
             keeper_acts(pair)
             settle(pair)
         except (AssertionError, Dsv41Error) as error:
-            error.add_note(f"{fault} of {host} at {events[number]}")
+            error.add_note(f"{fault} of {host or 'both'} at {events[number]}")
             raise
+
+
+def test_placeholders_that_are_up_before_the_marker_are_known_by_the_intent(
+    breaker: tuple[Breaker, Pair],
+) -> None:
+    """Killed between the two: both are ours by the intent's record, and the restore ends them."""
+    found, pair = breaker
+
+    def killed(step: str, event: str) -> None:
+        if (step, event) == ("placeholders-up", "end"):
+            found.arm("kill", 1)
+
+    pair.on_step = killed
+    stage = Stage(pair, "chained-end")
+    stage.run()
+    pair.on_step = None
+    found.disarm()
+    found.process_exit()
+    assert read_marker(pair.campaign) is None
+    intent = read_intent(pair.campaign)
+    assert intent is not None
+    assert intent.chain.startswith("chain-")
+    assert pair.owners() == {host: [intent.chain] for host in HOSTS}
+    assert look(pair.campaign).command.startswith("dsv41 recover")
+    keeper_acts(pair)
+    assert pair.current is not None
+    summary = read_summary(pair.current.folder)
+    assert (summary.restore.status, summary.watch.status) == ("RESTORED", "PASS")
+    assert summary.chain == "ENDED"
+    pair.nothing_is_left()

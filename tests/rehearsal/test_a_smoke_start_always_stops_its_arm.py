@@ -76,6 +76,19 @@ def test_a_failure_ends_the_steps_and_the_arm_is_stopped(fails: str, step: int) 
     assert len(live.done) == step + 2
 
 
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError(), TypeError("a\nb")], ids=repr)
+def test_whatever_a_backend_raises_is_a_failure_in_one_line(error: Exception) -> None:
+    class Foreign(Arms):
+        def models(self, arm: str) -> Sequence[str]:
+            raise error
+
+    live = Foreign()
+    found = smoke(live, "x")
+    assert (found.failed, live.done) == (STEPS[1], ["x:start", "x:stop"])
+    assert found.reason
+    assert "\n" not in found.line
+
+
 def test_rounds_that_do_not_move_fail() -> None:
     found = smoke(Arms(rounds=0.0), "x")
     assert (found.failed, found.passed) == ("seeded request", False)
@@ -237,6 +250,9 @@ def bad(experiment, out):
 
 def stuck(experiment, out):
     return Backend("stuck")
+
+def broken(experiment, out):
+    raise RuntimeError("no such machine")
 """
 
 
@@ -279,3 +295,8 @@ def test_the_command_prints_the_plan_and_runs_only_when_told(
     assert dropped_arms(campaign) == {}
     assert command("nobody")[0] == 4
     assert command(*execute, "my_backend:nothing")[0] == 4
+    code, told = command(*execute, "my_backend:broken")
+    assert (code, told.strip().splitlines()[-1]) == (
+        4,
+        "dsv41 smoke: smoke backend my_backend:broken: no such machine",
+    )

@@ -23,6 +23,7 @@ from pytest_dsv41.lifecycle.chain import (
     clear,
     end_action,
     preflight,
+    refuse_overrides,
     restore_required,
 )
 from pytest_dsv41.lifecycle.marker import read_marker
@@ -102,19 +103,84 @@ def test_abort_and_end_by_exit_code(pair: Pair, capsys: pytest.CaptureFixture[st
     assert "no chain marker lies here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("chain", "gate", "--prev", "w1"),
+        ("chain", "abort"),
+        ("chain", "status"),
+        ("status",),
+        ("watchdog",),
+        ("recover",),
+    ],
+    ids=" ".join,
+)
 def test_test_only_variables_are_refused_over_real_machines(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("DSV41_CHAIN_PY", "/usr/bin/true")
-    assert chain(pair, "gate", "--prev", str(pair.root / "w1")) == 4
-    assert "DSV41_CHAIN_PY is for tests alone" in capsys.readouterr().err
+    campaign = ("--campaign", str(pair.campaign))
+    assert main([*words, *campaign]) == 4
+    told = capsys.readouterr().err
+    assert "DSV41_CHAIN_PY is for tests alone and is refused where no window has run" in told
     pair.run(FIRST)
     # This chain's hosts are simulated.
-    assert chain(pair, "gate", "--prev", str(pair.root / "w1")) == 0
-    monkeypatch.setattr("pytest_dsv41.cli.chain.read_record", real_machines)
-    assert chain(pair, "abort") == 4
+    assert main([*words[:2], *words[2:], *campaign]) != 4
+    monkeypatch.setattr("pytest_dsv41.lifecycle.chain.read_record", real_machines)
+    before = {path: path.read_bytes() for path in pair.campaign.iterdir() if path.is_file()}
+    assert main([*words, *campaign]) == 4
     assert "is refused with target spark-pair" in capsys.readouterr().err
-    assert read_marker(pair.campaign) is not None
+    after = {path: path.read_bytes() for path in pair.campaign.iterdir() if path.is_file()}
+    assert after == before
+
+
+def test_a_session_over_real_machines_refuses_them_too(tmp_path: Path) -> None:
+    refuse_overrides({"kind": "local"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSV41_CHAIN_MARKER", str(tmp_path / "elsewhere"))
+        refuse_overrides({"kind": "spark-pair", "world": "world"})
+        with pytest.raises(UsageError, match="DSV41_CHAIN_MARKER is for tests alone"):
+            refuse_overrides({"kind": "local"})
+
+
+def test_the_marker_and_what_lies_beside_it_can_lie_elsewhere(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = pair.root / "markers" / "CHAIN"
+    elsewhere.parent.mkdir()
+    monkeypatch.setenv("DSV41_CHAIN_MARKER", str(elsewhere))
+    pair.run(FIRST)
+    assert elsewhere.is_file()
+    assert not (pair.campaign / "marker.json").exists()
+    assert chain(pair, "status") == 1
+    assert f"marker       {elsewhere}: present" in capsys.readouterr().out
+    pair.world.arm("hang", "start-production", host="beta")
+    assert chain(pair, "gate", "--prev", "nowhere", "--wait", "0") == 3
+    beside = {path.name for path in elsewhere.parent.iterdir()}
+    assert beside == {"CHAIN", "CHAIN.abort", "CHAIN.refused"}
+
+
+@pytest.mark.parametrize("code", [0, 3, 4, 1])
+def test_another_program_can_stand_for_the_recovery(
+    code: int, pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair.run(FIRST)
+    program = pair.root / "abort.sh"
+    told = pair.root / "told"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{told}"\nexit {code}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("DSV41_CHAIN_ABORT", str(program))
+    assert chain(pair, "gate", "--prev", "nowhere", "--wait", "0") == 3
+    out, option, campaign = told.read_text().split()
+    assert (option, campaign) == ("--campaign", str(pair.campaign))
+    assert Path(out).name.startswith("CHAIN-ABORT-")
+    said = "RESTORED" if code == 0 else "FAILED"
+    assert f"chain abort: {said}, watch NOT RUN: by {program}" in capsys.readouterr().out
+    # The gate itself has started nothing.
+    assert pair.serving() == {"alpha": False, "beta": False}
 
 
 def script(name: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pair import FIRST, Pair, make_pair, simulated
 
 from pytest_dsv41.cli import main
 from pytest_dsv41.lifecycle import watchdog
+from pytest_dsv41.lifecycle.campaign import read_campaign
 from pytest_dsv41.lifecycle.lease import Lease
 from pytest_dsv41.lifecycle.watchdog import pass_once, unit_files
 
@@ -154,6 +156,8 @@ def test_the_units_carry_the_campaigns_path_as_it_is(name: str, tmp_path: Path) 
     text = last[1:-1].replace("%%", "%").replace("$$", "$")
     assert text.replace('\\"', '"').replace("\\\\", "\\") == str(campaign)
     assert "OnUnitInactiveSec=60" in timer
+    # A production that a pass has started on this machine does not end with the pass.
+    assert "KillMode=process" in service.splitlines()
 
 
 def test_install_writes_the_units_and_a_pass_runs_as_a_command(
@@ -165,5 +169,37 @@ def test_install_writes_the_units_and_a_pass_runs_as_a_command(
     assert main([*words, "install", "--dir", str(tmp_path / "units")]) == 0
     assert "systemctl --user enable --now dsv41-watchdog-" in capsys.readouterr().out
     assert len(list((tmp_path / "units").iterdir())) == 2
+    # Before the first window nothing of ours is open, and no machine is known.
     assert main(words) == 0
     assert capsys.readouterr().out == "CLEAN\n"
+    assert main(["status", "--campaign", str(campaign)]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("CLEAN: no window has run here: nothing of ours is open")
+    assert "production  not looked at: no window has run here" in told
+    assert "serves" not in told
+
+
+def test_install_with_keepers_has_the_campaign_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaign = tmp_path / "campaign"
+    campaign.mkdir()
+    settings = campaign / "campaign.toml"
+    words = ["watchdog", "--campaign", str(campaign), "--dir", str(tmp_path / "units")]
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    assert main([*words, "install", "--keepers"]) == 4
+    assert "systemd-run is not installed here" in capsys.readouterr().err
+    assert not settings.exists()
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    settings.write_text('coordinator = "night"')
+    settings.chmod(0o640)
+    for _ in range(2):
+        assert main([*words, "install", "--keepers"]) == 0
+        assert settings.read_text() == 'coordinator = "night"\nkeeper_units = true\n'
+    assert settings.stat().st_mode & 0o777 == 0o640
+    assert read_campaign(campaign).keeper_units
+    settings.write_text("keeper_units = false\n")
+    assert main([*words, "install", "--keepers"]) == 4
+    assert "it says keeper_units = false" in capsys.readouterr().err
+    assert main([*words, "--keepers"]) == 4
+    assert "goes with install" in capsys.readouterr().err

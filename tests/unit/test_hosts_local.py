@@ -35,6 +35,14 @@ def logs(tmp_path: Path) -> list[str]:
     return [p.read_text() for p in sorted((tmp_path / "cmd").iterdir())]
 
 
+def test_a_free_port_is_none_that_the_kernel_gives_out_by_itself() -> None:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for port in {LocalHost.free_port() for _ in range(20)}:
+        assert not low <= port <= high
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+
+
 def test_a_scope_holds_a_double_forked_child_and_one_without_environment(
     host: LocalHost, tmp_path: Path
 ) -> None:

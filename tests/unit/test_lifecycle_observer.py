@@ -14,12 +14,41 @@ from pytest_dsv41.lifecycle.observer import Answer, Facts, Presence, observe
 
 
 def every_combination() -> typing.Iterator[Facts]:
-    """All facts there are: 2^9 booleans times the four kinds."""
+    """All facts there are: eleven booleans times the four kinds."""
     hints = typing.get_type_hints(Facts)
     names = [field.name for field in dataclasses.fields(Facts)]
     values = [(False, True) if hints[n] is bool else tuple(hints[n]) for n in names]
     for combination in itertools.product(*values):
         yield Facts(**dict(zip(names, combination, strict=True)))
+
+
+def safety(f: Facts) -> tuple[Answer, int]:
+    """SAFETY's table, row by row, the first that matches; where no window has run: ours."""
+    marked, meant = f.marker is not Presence.NONE, f.intent is not Presence.NONE
+    up, unknown = f.production is Probe.UP, f.production is Probe.UNKNOWN
+    own = f.hold is HoldState.OWN
+    any_of_ours = marked or meant or own
+    stopped = f.marker_overdue or f.gate_refused
+    table: list[tuple[bool, Answer, int]] = [
+        (f.lease_held and not f.lease_overdue, Answer.IN_PROGRESS, 1),
+        (f.lease_held, Answer.ALERT, 1),
+        (f.hold in (HoldState.FOREIGN, HoldState.UNREADABLE) and (marked or meant),
+         Answer.ALERT, 2),
+        (f.hold in (HoldState.FOREIGN, HoldState.UNREADABLE), Answer.NOT_OURS, 2),
+        (unknown and any_of_ours, Answer.ALERT, 3),
+        (unknown and not f.machines_known, Answer.CLEAN, 8),
+        (unknown, Answer.UNKNOWN, 3),
+        (f.marker is Presence.UNREADABLE, Answer.ALERT, 4),
+        (own and meant and f.keeper_alive and not f.keeper_overdue, Answer.RECOVERING, 5),
+        (own, Answer.ALERT, 5),
+        (marked and not stopped, Answer.CHAIN_WAITING, 6),
+        (marked and not up and not f.abort_record, Answer.RECOVER, 6),
+        (marked, Answer.ALERT, 6),
+        (meant, Answer.ALERT, 7),
+        (up or not f.served_by_default, Answer.CLEAN, 8),
+        (True, Answer.ALERT, 8),
+    ]  # fmt: skip
+    return next((answer, row) for matches, answer, row in table if matches)
 
 
 def test_every_combination_has_one_answer_and_clean_is_never_said_wrongly() -> None:
@@ -34,7 +63,9 @@ def test_every_combination_has_one_answer_and_clean_is_never_said_wrongly() -> N
             assert facts.hold is HoldState.NONE
             assert not facts.lease_held
             assert facts.production is Probe.UP or (
-                facts.production is Probe.DOWN and not facts.served_by_default
+                not facts.machines_known
+                if facts.production is Probe.UNKNOWN
+                else not facts.served_by_default
             )
         # I1: production down by us, nobody at work, is always said.
         if facts.intent is not Presence.NONE and facts.production is Probe.DOWN:
@@ -44,7 +75,8 @@ def test_every_combination_has_one_answer_and_clean_is_never_said_wrongly() -> N
             assert facts.production is Probe.DOWN
             assert not facts.abort_record
             assert facts.marker is Presence.PRESENT
-    assert count == 2**9 * 4 * 3 * 3 * 3
+        assert (seen.answer, seen.row) == safety(facts), facts
+    assert count == 2**11 * 4 * 3 * 3 * 3
 
 
 @pytest.mark.parametrize(
@@ -91,6 +123,14 @@ def test_every_combination_has_one_answer_and_clean_is_never_said_wrongly() -> N
 def test_each_row_of_the_table(facts: Facts, answer: Answer, row: int) -> None:
     seen = observe(facts)
     assert (seen.answer, seen.row) == (answer, row)
+
+
+def test_what_does_not_change_the_answer_is_mentioned() -> None:
+    assert observe(Facts()).why == "production serves"
+    assert "a leftover of ours is listed" in observe(Facts(leftovers=True)).why
+    assert "another chain's recovery" in observe(Facts(old_abort=True)).why
+    unseen = Facts(production=Probe.UNKNOWN, machines_known=False)
+    assert "no machine is known" in observe(unseen).why
 
 
 def test_down_is_said_only_when_nobody_is_at_work() -> None:

@@ -108,11 +108,14 @@ def test_production_goes_down_and_comes_back_on_both_hosts(pair: Pair) -> None:
     assert before["beta"] == [
         ["vllm", "serve", "tiny", "--headless", "--head", pair.world.machine("alpha").address]
     ]
+    target.hold_opened()
+    target.hold_opened()
+    assert target.probe().state is Probe.UP
     target.stop_production()
     target.stop_production()
     assert target.probe().state is Probe.DOWN
     assert target.quiet_problems() == []
-    # The window's own placeholder holds both hosts while production is down.
+    # The window's own placeholder holds both hosts from the HOLD on.
     for host in (pair.alpha, pair.beta):
         assert ("vllm serve [DSV41-OFFLOAD hold]",) in [p.argv for p in host.processes()]
     assert len(target.leftovers()) == 2

@@ -38,7 +38,7 @@ class FakeHost:
         self.name = name
         # Simulated acts are many, and no power loss of this machine is survived by them anyhow.
         self.log = CommandLog(log.folder, synced=False)
-        world.machine(name)
+        world.check(name)
 
     def identity(self) -> str:
         """See `Host.identity`."""

@@ -279,11 +279,19 @@ class FakeWorld:
         """The hosts of the world."""
         return tuple(self._read().machines)
 
+    def check(self, host: str) -> None:
+        """Refuse what is no host's name.
+
+        Raises:
+            UsageError: the world has no host of that name.
+        """
+        self._chosen(self._read(), host)
+
     def machine(self, host: str) -> Machine:
         """A copy of a machine's state, to look at; changing it changes nothing."""
         with self._locked():
-            state = self._read()
-            return self._chosen(State.from_json(json.loads(json.dumps(state.to_json()))), host)[0]
+            (machine,) = self._chosen(self._read(), host)
+            return Machine.from_json(json.loads(json.dumps(machine.to_json())))
 
     def events(self) -> list[dict[str, Any]]:
         """The trace: every act on every host in its order, with what it answered."""
@@ -327,8 +335,13 @@ class FakeWorld:
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Append one event to the trace."""
-        with (self.folder / _EVENTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event, sort_keys=True) + "\n")
+        line = json.dumps(event, sort_keys=True) + "\n"
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(self.folder / _EVENTS, how, 0o600)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
 
     def _read(self) -> State:
         newest, slot = max((_number(self.folder / name), name) for name in _SLOTS)
@@ -357,10 +370,15 @@ class FakeWorld:
 def _number(path: Path) -> int:
     """How many times the world was stored when this file was, or -1."""
     try:
-        with path.open("rb") as file:
-            return int(file.read(80).split(b" ", 1)[0])
-    except (OSError, ValueError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
         return -1
+    try:
+        return int(os.pread(fd, 20, 0))
+    except ValueError:
+        return -1
+    finally:
+        os.close(fd)
 
 
 def _load(path: Path) -> tuple[State, int] | None:
@@ -379,8 +397,7 @@ def _save(path: Path, number: int, state: State) -> None:
     text = json.dumps(state.to_json()).encode()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # The number comes last: until then the file is the older one of the two.
-        os.pwrite(fd, b"%-79d" % -1, 0)
+        # The head comes last: until then the file is the older one of the two.
         os.pwrite(fd, text, 80)
         os.pwrite(fd, b"%-20d %-20d %-37d\n" % (number, len(text), zlib.crc32(text)), 0)
     finally:
