@@ -10,7 +10,7 @@ from ..text import one_line
 from .base import Host, Probe
 from .scopes import live_scopes
 
-__all__ = ["spark_quiet"]
+__all__ = ["labelled_containers", "spark_quiet"]
 
 _MISSING: Final = 127
 _DEADLINE_S: Final = 15.0
@@ -31,9 +31,7 @@ def spark_quiet(
     these that cannot be told is a line too (SAFETY: UNKNOWN never counts as quiet).
     """
     checks: list[Callable[[], list[str]]] = [lambda: _gpu(host)]
-    if label:
-        checks += [lambda: _containers(host, "docker", label)]
-        checks += [lambda: _containers(host, "podman", label)]
+    checks += [lambda: labelled_containers(host, label)]
     checks += [lambda port=port: _port(host, port) for port in ports]  # type: ignore[misc]
     checks += [lambda: _scopes(host, scopes)]
     problems: list[str] = []
@@ -59,6 +57,20 @@ def _gpu(host: Host) -> list[str]:
         for line in seen.stdout.splitlines()
         if line
     ]
+
+
+def labelled_containers(host: Host, label: str) -> list[str]:
+    """The host's running containers that carry `label`, one line each; no label, no look.
+
+    They live outside of every scope, so a fence does not end them (SAFETY). A client whose daemon
+    does not answer is a line too.
+
+    Raises:
+        TransportError: the host does not answer.
+    """
+    if not label:
+        return []
+    return _containers(host, "docker", label) + _containers(host, "podman", label)
 
 
 def _containers(host: Host, program: str, label: str) -> list[str]:

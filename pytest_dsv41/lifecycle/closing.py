@@ -46,6 +46,7 @@ from .marker import (
     write_marker,
 )
 from .production import check, read_rollback, watch
+from .record import read_record
 from .seam import Seam, run_seam
 
 __all__ = [
@@ -154,12 +155,23 @@ class _Closer:
             before = self.seam_before()
             self.result.seam = before or "SKIPPED: production was not restored and checked"
         if not (self.leave_down and self.chained_down()):
-            stopped = self.attempt("experiment-stop", self.target.stop_all)
+            stopped = self.attempt("experiment-stop", self.stop_experiments)
             self.give_back(stopped)
         if self.target.ephemeral:
             self.attempt("production-end", self.target.end_production)
         self.attempt("leftovers", self.none_left)
         return self.result
+
+    def stop_experiments(self) -> None:
+        """End what this window has started; a recovery, what its chain's last window has left."""
+        self.target.stop_all()
+        if self.journal.mode() == "abort":
+            marker = read_marker(self.campaign)
+            if marker is not None:
+                before, _ = read_record(Path(marker.folder)).build(
+                    Path(marker.folder), epoch=self.lease.epoch
+                )
+                before.stop_all()
 
     def give_back(self, stopped: bool) -> None:
         """Bring production back, unless it was never touched or belongs to the chain's next."""
@@ -456,9 +468,19 @@ class _Closer:
         return ok
 
     def quiet(self) -> bool:
-        """No start of ours may live when production starts (SAFETY I7)."""
+        """No start of ours may live when production starts (SAFETY I7).
+
+        A recovery comes into a gap in which nothing at all may run, and proves that (WIN2
+        "Back-to-back mode", abort); once its own production has begun to start, it cannot.
+        """
         try:
-            problems = self.target.live_experiments()
+            fresh = self.journal.mode() == "abort" and not self.journal.begun("restore-start")
+            if fresh and self.target.probe().state is Probe.DOWN:
+                # Half a production is none, and would stand in the way of the proof.
+                self.attempt("half-production-stop", self.target.stop_production)
+                problems = self.target.quiet_problems()
+            else:
+                problems = self.target.live_experiments()
         except Exception as error:  # noqa: BLE001 - a target of the user's own; unseen is not quiet
             problems = [one_line(f"cannot tell: {error}")]
         if problems:

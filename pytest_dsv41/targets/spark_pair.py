@@ -34,7 +34,7 @@ from ..errors import (
 from ..hosts import Fence, Host, Placeholder, Probe
 from ..hosts.fake import FakeHost, FakeWorld
 from ..hosts.local import boottime
-from ..hosts.quiet import spark_quiet
+from ..hosts.quiet import labelled_containers, spark_quiet
 from ..hosts.scopes import ScopeName, end_scopes, live_scopes, run_scoped
 from ..hosts.tmux import (
     HOLD_HEAD,
@@ -472,7 +472,9 @@ class SparkPairTarget:
     # -- proofs ------------------------------------------------------------------------------------
 
     def live_experiments(self) -> list[str]:
-        """No scope of a start may hold a process, and the experiment's port must be closed."""
+        """No scope of a start may hold a process, no container of ours may run, and the
+        experiment's port must be closed.
+        """
         problems: list[str] = []
         for host in self._hosts:
             try:
@@ -481,6 +483,7 @@ class SparkPairTarget:
                     for scope in self._scopes(host)
                     if scope.what != _HOLD_SCOPE
                 ]
+                problems += labelled_containers(host, self._table.label)
                 state = host.port(self._table.experiment.port)
             except (Dsv41Error, OSError) as error:
                 problems.append(f"{host.name}: cannot tell: {one_line(str(error))}")

@@ -26,7 +26,7 @@ from pytest_dsv41.lifecycle.intent import read_intent
 from pytest_dsv41.lifecycle.lease import Lease
 from pytest_dsv41.lifecycle.marker import read_leftovers, read_marker
 from pytest_dsv41.lifecycle.observer import Answer
-from pytest_dsv41.lifecycle.recover import look
+from pytest_dsv41.lifecycle.recover import look, recover_campaign
 from pytest_dsv41.window.summary import read_summary
 
 
@@ -227,6 +227,58 @@ def test_one_automatic_recovery_for_a_stop_and_one_more_by_hand(pair: Pair) -> N
     assert again.aborted is not None
     assert again.aborted.code == 4
     assert "belongs to CHAIN-ABORT-" in again.aborted.line
+
+
+def test_a_recovery_proves_the_hosts_quiet_before_it_starts_production(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.run(FIRST)
+    with monkeypatch.context() as patch:
+        # Nothing of the recovery's own lives, and still the GPU is somebody's.
+        patch.setattr(PairTarget, "quiet_problems", lambda _self: ["beta: on the GPU: pid 7"])
+        found = gate(pair.campaign, pair.root / "nothing", wait_s=0.0)
+        assert found.aborted is not None
+        assert (found.code, found.aborted.code) == (CHAIN_STOPPED, 3)
+        assert "beside an experiment: beta: on the GPU: pid 7" in found.aborted.line
+        assert pair.serving() == {"alpha": False, "beta": False}
+        assert look(pair.campaign).command.startswith("dsv41 recover")
+    recovered = recover_campaign(pair.campaign)
+    assert recovered is not None
+    assert (recovered[1].exit_code, recovered[1].chain) == (0, "ENDED")
+    pair.nothing_is_left()
+
+
+def test_a_recovery_ends_what_the_chains_last_window_has_left(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.run(FIRST)
+    stopped: list[str] = []
+    real = PairTarget.stop_all
+
+    def stop_all(self: PairTarget) -> None:
+        stopped.append(self._context.window_id)
+        real(self)
+
+    monkeypatch.setattr(PairTarget, "stop_all", stop_all)
+    found = gate(pair.campaign, pair.root / "nothing", wait_s=0.0)
+    assert found.aborted is not None
+    assert found.aborted.code == 0
+    assert [name.startswith("CHAIN-ABORT-") for name in stopped] == [True, False]
+    assert stopped[1] == "L-w-W-0001"
+
+
+def test_half_a_production_is_no_obstacle_to_a_recovery(pair: Pair) -> None:
+    pair.run(FIRST)
+    # Somebody's start of production came half way: it answers nobody.
+    FakeHost(pair.world, "alpha", CommandLog(pair.root / "cmd")).run(
+        ["/usr/bin/tmux", "-L", "servers", "new-session", "-d", "-s", "production",
+         "--", "vllm", "serve", "--port", "8000"],
+        name="half", deadline_s=5,
+    )  # fmt: skip
+    found = gate(pair.campaign, pair.root / "nothing", wait_s=0.0)
+    assert found.aborted is not None
+    assert (found.aborted.code, found.aborted.closed.chain) == (0, "ENDED")
+    pair.nothing_is_left()
 
 
 def test_an_attempt_that_left_no_hold_is_remembered(pair: Pair) -> None:

@@ -163,6 +163,19 @@ def test_another_process_finds_and_ends_what_a_killed_window_left(pair: Pair) ->
     assert heir.probe().state is Probe.UP
 
 
+def test_a_container_of_ours_is_a_live_experiment_though_no_scope_holds_it(pair: Pair) -> None:
+    pair.serve()
+    target = pair.target(label="dsv41")
+    assert target.live_experiments() == []
+    with pair.world.transaction() as state:
+        state.machines["beta"].containers = [
+            Container("worker", {"dsv41": "1"}),
+            Container("somebody-elses", {"app": "x"}),
+        ]
+    assert target.live_experiments() == ["beta: container worker runs"]
+    assert pair.target().live_experiments() == []
+
+
 def test_another_windows_scopes_are_not_this_ones(pair: Pair) -> None:
     target = pair.serve()
     target.stop_production()
