@@ -15,7 +15,7 @@ import pytest
 
 from pytest_dsv41.errors import RefusedByWorld, SpecError, StaleEpoch, StartFailed, TransportError
 from pytest_dsv41.hosts import CommandLog, Placeholder, Probe
-from pytest_dsv41.hosts.fake import FAULTS, Call, FakeHost, FakeWorld, Reply, Service
+from pytest_dsv41.hosts.fake import FAULTS, Call, Container, FakeHost, FakeWorld, Reply, Service
 from pytest_dsv41.hosts.tmux import START
 from pytest_dsv41.targets import Arm, Target, TargetContext, spark_pair_target
 from pytest_dsv41.targets.spark_pair import SparkPairTarget
