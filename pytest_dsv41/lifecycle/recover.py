@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -15,8 +15,7 @@ from ..hosts import CommandLog, LocalHost, Probe
 from ..hosts.local import boottime
 from ..targets import HoldSite, Target
 from ..text import one_line
-from ..window.summary import Summary, read_summary, summary_path
-from .closing import close_window
+from ..window.names import summary_path
 from .hold import Hold, HoldState
 from .intent import Intent, read_intent
 from .journal import Journal
@@ -35,6 +34,9 @@ from .marker import (
 from .observer import Answer, Facts, Observation, Presence, observe
 from .record import read_record, window_folder, windows
 
+if TYPE_CHECKING:
+    from ..window.summary import Summary
+
 _KEEPER_GRACE_S = 120.0
 
 __all__ = ["Status", "look", "recover_campaign", "recover_window"]
@@ -50,7 +52,9 @@ def recover_window(
         UsageError: the folder is not a window's.
     """
     # The rules and the archive are loaded by who recovers; a look has to answer at once.
+    from ..window.summary import read_summary
     from .abort import abort
+    from .closing import close_window
     from .finish import finish_abort, finish_window
 
     record = read_record(folder)

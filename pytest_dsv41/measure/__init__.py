@@ -16,8 +16,9 @@ if TYPE_CHECKING:
         for_cells,
     )
     from pytest_dsv41.measure.corpus import PROMPT_SHA256, Corpus, Prompt
+    from pytest_dsv41.measure.endpoint import Endpoint
     from pytest_dsv41.measure.greedy import Answer, greedy_answers
-    from pytest_dsv41.measure.group import Endpoint, GroupResult, measure_group
+    from pytest_dsv41.measure.group import GroupResult, measure_group
     from pytest_dsv41.measure.metrics import METRICS, Metric, Value
     from pytest_dsv41.measure.progress import Progress
     from pytest_dsv41.measure.reader import Reader
@@ -49,8 +50,9 @@ __all__ = [
 _HOMES = {
     "cell": ("Builder", "Cell", "Request", "Sampling", "for_cells"),
     "corpus": ("PROMPT_SHA256", "Corpus", "Prompt"),
+    "endpoint": ("Endpoint",),
     "greedy": ("Answer", "greedy_answers"),
-    "group": ("Endpoint", "GroupResult", "measure_group"),
+    "group": ("GroupResult", "measure_group"),
     "metrics": ("METRICS", "Metric", "Value"),
     "progress": ("Progress",),
     "reader": ("Reader",),

@@ -13,7 +13,7 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from pytest_dsv41.engines import Engine, Server, Snapshot, base_url, get_engine,
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.identity import prompt_identity
 from pytest_dsv41.measure.cell import Request
+from pytest_dsv41.measure.endpoint import Endpoint
 from pytest_dsv41.measure.metrics import Value, values_of
 from pytest_dsv41.measure.progress import Progress, decodes, how_far
 from pytest_dsv41.measure.reader import Reader
@@ -44,17 +45,6 @@ _BUSY_S: Final = 3.0
 _SETTLE_S: Final = 5.0
 _LOOK_S: Final = 0.02
 _SCRAPE_S: Final = 5.0
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where a server answers. An empty model is read from `/v1/models`."""
-
-    url: str
-    engine: str = "vllm"
-    model: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Sent with every request (an API key); never in a record."""
 
 
 @dataclass(frozen=True)

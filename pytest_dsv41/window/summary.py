@@ -25,6 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from .. import durable
 from ..errors import UsageError
 from ..text import one_line
+from .names import SUMMARY as FILE_NAME
+from .names import summary_path
 
 __all__ = [
     "CHAINED",
@@ -66,7 +68,6 @@ __all__ = [
 ]
 
 SCHEMA: Final = "dsv41-summary-v1"
-FILE_NAME: Final = "summary.json"
 
 Status = Literal[
     "CANDIDATE", "NOT A CANDIDATE", "INCONCLUSIVE", "COMPLETE", "INCOMPLETE", "REFUSED"
@@ -526,11 +527,6 @@ def json_schema() -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = SCHEMA
     return schema
-
-
-def summary_path(folder: Path) -> Path:
-    """Return the summary's path for a window's folder, or `folder` itself if it is a file."""
-    return folder if folder.is_file() else folder / FILE_NAME
 
 
 def write_summary(folder: Path, summary: Summary) -> Path:
