@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  chain       {owner}" + (f": stopped: {status.stopped}" if status.stopped else ""))
     for left in status.leftovers:
         print(f"  left over   placeholder on {left.host}: {left.why} ({left.owner})")
+    for line in status.stray:
+        print(f"  left over   {line}")
     for name in status.unfinished:
         print(f"  unfinished  {name} has no summary")
     if status.command:

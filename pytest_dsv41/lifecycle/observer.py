@@ -50,8 +50,7 @@ class Facts:
     abort_record: bool = False
     served_by_default: bool = True
     leftovers: bool = False
-    old_abort: bool = False
-    """Whether an abort record lies there that is not this marker's."""
+    """A placeholder that could not be taken down, or the record of another chain's recovery."""
     machines_known: bool = True
     """Whether a window has run here; before the first one nobody knows what to look at."""
 
@@ -148,7 +147,6 @@ def observe(facts: Facts) -> Observation:
         return alert(7, "production is down by a window of ours", "dsv41 recover")
     if facts.production is Probe.UP or not facts.served_by_default:
         note = "; a leftover of ours is listed" if facts.leftovers else ""
-        note += "; the record of another chain's recovery lies here" if facts.old_abort else ""
         serves = (
             "production serves" if facts.production is Probe.UP else "nothing is served by default"
         )

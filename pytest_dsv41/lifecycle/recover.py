@@ -185,6 +185,8 @@ class Status:
     stopped: str = ""
     """Why the chain cannot go on, or nothing."""
     leftovers: tuple[Leftover, ...] = ()
+    stray: tuple[str, ...] = ()
+    """Files of ours that belong to no chain any more, one line each; they change no answer."""
 
     @property
     def command(self) -> str:
@@ -236,6 +238,7 @@ class Status:
                 "marker": dataclasses.asdict(self.marker) if self.marker else None,
                 "stopped": self.stopped or None,
                 "leftovers": [dataclasses.asdict(one) for one in self.leftovers],
+                "stray": list(self.stray),
             },
             "production": self.production,
             "production_url": self.production_url or None,
@@ -299,6 +302,9 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
             # A HOLD that cannot be looked at is nobody's yet: what runs there is not known either.
             production, detail = Probe.UNKNOWN, silent[0]
     left = read_leftovers(campaign)
+    stray = ()
+    if not aborted and abort_path(campaign).exists():
+        stray = (f"{abort_path(campaign)}: the record of another chain's recovery",)
     keeper = _alive(intent.keeper_pid, intent.keeper_started) if intent else False
     overdue = bool(intent and keeper and boottime() > intent.deadline + _KEEPER_GRACE_S)
     facts = Facts(
@@ -314,8 +320,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         gate_refused=bool(stopped),
         abort_record=aborted,
         served_by_default=not ephemeral,
-        leftovers=leftovers or bool(left),
-        old_abort=not aborted and abort_path(campaign).exists(),
+        leftovers=leftovers or bool(left or stray),
         machines_known=folder is not None or bool(names),
     )
     unfinished = tuple(
@@ -339,6 +344,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
         marker=marker,
         stopped=one_line(stopped),
         leftovers=left,
+        stray=stray,
     )
 
 

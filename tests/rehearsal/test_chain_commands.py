@@ -106,7 +106,7 @@ def test_abort_and_end_by_exit_code(pair: Pair, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "words",
     [
-        ("chain", "gate", "--prev", "w1"),
+        ("chain", "gate", "--wait", "0", "--prev", "w1"),
         ("chain", "abort"),
         ("chain", "status"),
         ("status",),

@@ -381,6 +381,22 @@ def test_a_host_that_was_restarted_in_the_gap_stops_the_chain(pair: Pair) -> Non
     pair.nothing_is_left()
 
 
+def test_the_record_of_another_chains_recovery_is_mentioned(pair: Pair) -> None:
+    pair.run()
+    record = pair.campaign / "marker.json.abort"
+    record.write_text(json.dumps({"chain": "chain-20260101T000000Z-00000000", "stop": "x"}))
+    seen = look(pair.campaign)
+    assert (seen.observation.answer, seen.exit_code) == (Answer.CLEAN, 0)
+    assert seen.stray == (f"{record}: the record of another chain's recovery",)
+    assert "listed" in seen.observation.why
+    # It is another stop's: this chain still has its one recovery, and takes the record's place.
+    pair.run(FIRST)
+    found = gate(pair.campaign, pair.root / "nothing", wait_s=0.0)
+    assert found.aborted is not None
+    assert found.aborted.code == 0
+    pair.nothing_is_left()
+
+
 def test_unknown_uses_nothing_up_and_touches_nothing(pair: Pair) -> None:
     pair.run(FIRST)
     files = {p.name: p.read_bytes() for p in pair.campaign.glob("marker.json*")}

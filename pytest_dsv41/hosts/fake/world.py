@@ -147,6 +147,8 @@ class FakeWorld:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._slots = tuple(str(folder / name) for name in _SLOTS)
+        self._events = str(folder / _EVENTS)
         self._lock = FileLock(folder / "lock")
         self._threads = threading.RLock()
         self._depth = 0
@@ -194,7 +196,7 @@ class FakeWorld:
             for number, name in enumerate(hosts, start=2)
         }
         state = State(seed, kills, servers, dict(programs), machines)
-        _save(folder / _SLOTS[0], 0, state)
+        _save(str(folder / _SLOTS[0]), 0, state)
         return cls(folder)
 
     # -- faults and time -----------------------------------------------------------------------
@@ -337,18 +339,18 @@ class FakeWorld:
         """Append one event to the trace."""
         line = json.dumps(event, sort_keys=True) + "\n"
         how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(self.folder / _EVENTS, how, 0o600)
+        fd = os.open(self._events, how, 0o600)
         try:
             os.write(fd, line.encode())
         finally:
             os.close(fd)
 
     def _read(self) -> State:
-        newest, slot = max((_number(self.folder / name), name) for name in _SLOTS)
+        newest, slot = max((_number(path), path) for path in self._slots)
         if self._state is not None and self._seen == newest:
             return self._state
-        for name in (slot, *_SLOTS):
-            state = _load(self.folder / name)
+        for path in (slot, *self._slots):
+            state = _load(path)
             if state is not None:
                 self._state, self._seen = state
                 return self._state
@@ -356,7 +358,7 @@ class FakeWorld:
 
     def _store(self, state: State) -> None:
         self._seen += 1
-        _save(self.folder / _SLOTS[self._seen % 2], self._seen, state)
+        _save(self._slots[self._seen % 2], self._seen, state)
 
     @staticmethod
     def _chosen(state: State, host: str) -> list[Machine]:
@@ -367,7 +369,7 @@ class FakeWorld:
         return [state.machines[host]]
 
 
-def _number(path: Path) -> int:
+def _number(path: str) -> int:
     """How many times the world was stored when this file was, or -1."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -381,10 +383,10 @@ def _number(path: Path) -> int:
         os.close(fd)
 
 
-def _load(path: Path) -> tuple[State, int] | None:
+def _load(path: str) -> tuple[State, int] | None:
     """The state of one file, or None when it is missing or was not written to its end."""
     try:
-        head, _, rest = path.read_bytes().partition(b"\n")
+        head, _, rest = Path(path).read_bytes().partition(b"\n")
         number, length, check = (int(word) for word in head.split())
     except (OSError, ValueError):
         return None
@@ -393,7 +395,7 @@ def _load(path: Path) -> tuple[State, int] | None:
     return State.from_json(json.loads(rest[:length])), number
 
 
-def _save(path: Path, number: int, state: State) -> None:
+def _save(path: str, number: int, state: State) -> None:
     text = json.dumps(state.to_json()).encode()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
