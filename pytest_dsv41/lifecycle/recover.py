@@ -302,7 +302,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
             # A HOLD that cannot be looked at is nobody's yet: what runs there is not known either.
             production, detail = Probe.UNKNOWN, silent[0]
     left = read_leftovers(campaign)
-    stray = ()
+    stray: tuple[str, ...] = ()
     if not aborted and abort_path(campaign).exists():
         stray = (f"{abort_path(campaign)}: the record of another chain's recovery",)
     keeper = _alive(intent.keeper_pid, intent.keeper_started) if intent else False

@@ -261,6 +261,9 @@ class SystemdUnitTarget:
         """`target.hold` on the unit's host."""
         return (self._context.hold_site(self._login, self._table.hold),)
 
+    def hold_opened(self) -> None:
+        """The file says enough on one machine."""
+
     def placeholders_up(self, owner: str) -> None:
         """There is no chain."""
 
