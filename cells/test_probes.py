@@ -15,7 +15,6 @@ from pytest_dsv41.measure.probes import (
     PromptMaker,
     audit_answer,
     judge_capacity,
-    read_shape,
     rung_of,
 )
 from pytest_dsv41.measure.probes.audit import AUDIT_TOKENS
@@ -73,7 +72,7 @@ def _salt(window: Plan, start: PlannedItem) -> str:
 def test_prefill(measure: Measure, endpoint: Endpoint, start: PlannedItem, window: Plan) -> None:
     """Time to first token by depth, cold, warm, and from the prefix cache."""
     cell, maker = _of(measure, endpoint)
-    depth = cell.depth_in(window_of(read_shape(endpoint)))
+    depth = cell.depth_in(window_of(measure.shape()))
     for group in prefill_groups(maker, cell.probe, depth, salt=_salt(window, start)):
         measure(group)
 
@@ -96,7 +95,7 @@ def test_prefill(measure: Measure, endpoint: Endpoint, start: PlannedItem, windo
 def test_capacity(measure: Measure, endpoint: Endpoint, start: PlannedItem) -> None:
     """N full windows at once, each answered exactly, and one token more refused."""
     cell, maker = _of(measure, endpoint)
-    shape = read_shape(endpoint)
+    shape = measure.shape()
     refusal = too_long(maker, shape, deadline_s=60.0)
     prompts, requests = capacity_requests(maker, shape, cell.batch)
     found = judge_capacity(
@@ -126,7 +125,7 @@ def test_capacity(measure: Measure, endpoint: Endpoint, start: PlannedItem) -> N
 def test_ladder(measure: Measure, endpoint: Endpoint, start: PlannedItem, window: Plan) -> None:
     """Decode by depth and concurrency: each stream, both aggregates, fairness."""
     cell, maker = _of(measure, endpoint)
-    depth = cell.depth_in(window_of(read_shape(endpoint), streams=cell.batch))
+    depth = cell.depth_in(window_of(measure.shape(), streams=cell.batch))
     sent = ladder_requests(maker, cell.batch, depth, cell.max_tokens, salt=_salt(window, start))
     rung = rung_of(measure(sent), depth=depth, corpus=cell.corpus)
     measure.value("fairness", rung.fairness, source="client")
@@ -153,7 +152,7 @@ def test_depth_audit(
 ) -> None:
     """What is written at depth is text: no loop, no token that fills all, in order."""
     cell, maker = _of(measure, endpoint)
-    depth = cell.depth_in(window_of(read_shape(endpoint)))
+    depth = cell.depth_in(window_of(measure.shape()))
     sent, titles = audit_request(maker, depth, cell.max_tokens, salt=_salt(window, start))
     (stream,) = measure([sent]).streams
     text, _ = said(stream)

@@ -27,6 +27,7 @@ from .measure.record import write_record
 from .measure.seeded import SeededCell
 
 if TYPE_CHECKING:
+    from .engines.served import Served
     from .glue import WindowPlugin
     from .quality.probe import Probe
     from .window.plan import Plan, PlannedItem
@@ -123,6 +124,28 @@ class Measure:
             self.recorded.outputs = tuple(stream.output_sha256 for stream in result.streams)
             self.recorded.rounds = result.server.rounds
         return result
+
+    def shape(self) -> Served:
+        """The shape of the current start: the server's own, and its boot ledger where there is one.
+
+        Raises:
+            MeasurementRefused: kind `shape`: the two contradict each other.
+        """
+        from .measure.probes import read_shape
+        from .unit.memory import ledger_shape, parse_ledger
+        from .unit.memory.ledger import DIALECTS
+
+        run = self._plugin.run
+        assert run is not None
+        told: list[Served] = []
+        for kept in ("ledger", "log"):
+            path = run.folder / kept / f"{self._planned.start}.log"
+            if run.endpoint.engine in DIALECTS and path.is_file():
+                text = path.read_text("utf-8", "replace")
+                ledger = parse_ledger(text, run.endpoint.engine)
+                told = [ledger_shape(ledger, f"{kept}/{path.name}")]
+                break
+        return read_shape(run.endpoint, *told)
 
     def keep(self, name: str, facts: Mapping[str, Any]) -> None:
         """Keep what a probe found beside its values: `probes/<item>.<name>.json` in the folder."""

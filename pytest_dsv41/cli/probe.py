@@ -214,29 +214,10 @@ def _of_ledger(path: Path | None, engine: str) -> tuple[Served, ...]:
     """What a start log says of the shape."""
     if path is None:
         return ()
-    from ..engines.served import Served, whole_above
-    from ..unit.memory import parse_ledger
+    from ..unit.memory import ledger_shape, parse_ledger
 
     ledger = parse_ledger(path.read_bytes().decode("utf-8", "replace"), engine)
-
-    def whole(subject: str, name: str) -> int | None:
-        value = ledger.number(subject, name)
-        return None if value is None else whole_above(round(value))
-
-    if engine == "radiance":
-        return (
-            Served.of(
-                str(path),
-                slots=whole("kv cache", "sequences"),
-                window=whole("kv cache", "tokens each"),
-            ),
-        )
-    dtypes = {str(fact.value) for fact in ledger.facts if fact.name in ("K dtype", "V dtype")}
-    return (
-        Served.of(
-            str(path), window=whole("context", "n_ctx_seq"), kv_dtype="/".join(sorted(dtypes))
-        ),
-    )
+    return (ledger_shape(ledger, str(path)),)
 
 
 _Answer = tuple[dict[str, Any], list[str], int]

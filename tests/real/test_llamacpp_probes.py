@@ -42,7 +42,7 @@ def llama(slots: int, window: int, log: Path) -> Iterator[str]:
     with log.open("wb") as out:
         process = subprocess.Popen(
             [SERVER, "-m", MODEL, "--host", "127.0.0.1", "--port", str(port), "--metrics",
-             "--slots", "-c", str(slots * window), "-np", str(slots), "-t", "2"],
+             "--slots", "-lv", "4", "-c", str(slots * window), "-np", str(slots), "-t", "1"],
             stdout=out, stderr=out,
             env={**os.environ, "LD_LIBRARY_PATH": str(Path(SERVER).parent)},
         )  # fmt: skip
@@ -125,3 +125,16 @@ def test_prefill_is_cold_warm_and_from_the_cache(
     assert [row["pass"] for row in rows] == ["cold", "warm", "hit"]
     assert [row["cached_tokens"] for row in rows[:2]] == [0, 0]
     assert rows[2]["cached_tokens"] > window // 2 - 64
+
+
+def test_what_is_written_at_depth_is_text(
+    server: tuple[str, int, int, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # So small a model names a part of the sections; what it names is in order, and it is text.
+    url = server[0]
+    main(["probe", url, "depth-audit", "--depth", "512", "--tokens", "192", "--json"])
+    (audit,) = json.loads(capsys.readouterr().out)["audits"]
+    checks = {check["name"]: check["passed"] for check in audit["checks"]}
+    assert (checks["repetition"], checks["one-token share"], checks["UTF-8"]) == (True, True, True)
+    assert audit["ordered"]
+    assert audit["found"] >= 2

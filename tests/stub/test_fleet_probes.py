@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from pytest_dsv41.errors import MeasurementRefused, UsageError
+from pytest_dsv41.measure.probes.laws import VISION_TOKENS
 from pytest_dsv41.quality.fleet import PROBES, Probe, fleet_probe, solid_png
 from pytest_dsv41.stub import serve
 
@@ -67,6 +68,23 @@ def test_what_a_server_declares_not_to_have_is_not_offered() -> None:
         (answer,) = fleet_probe(stub.url, engine="llamacpp", probes=("vision",))
     assert answer.status == "NOT OFFERED"
     assert answer.evidence.startswith("/props: no vision")
+
+
+def test_law_vision_budget_leaves_an_answer_room_beside_thinking() -> None:
+    """At 64 tokens thinking spends them all and the content comes back empty."""
+    budgets = []
+
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        budgets.append(body["max_tokens"])
+        image = body["messages"][0]["content"][1]["image_url"]["url"]
+        colour = "red" if image == _link((255, 0, 0)) else "blue"
+        spent = body["max_tokens"] < 256
+        return {"content": "" if spent else colour, "reasoning_content": "I look at the image"}
+
+    with scripted(reply) as url:
+        (answer,) = fleet_probe(url, engine="vllm", probes=("vision",))
+    assert answer.status == "PASS"
+    assert min(budgets) >= VISION_TOKENS == 256
 
 
 def test_an_answer_spent_in_the_reasoning_is_read_there() -> None:

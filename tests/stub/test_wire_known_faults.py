@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 
 import pytest
-from wire_groups import at, kind_of, left, measure, one, stub
+from wire_groups import COMPLETIONS, at, kind_of, left, measure, one, requests, stub
 
 from pytest_dsv41.measure import StreamRecord
+from pytest_dsv41.measure.wire import Call, Exchange, Limits, Loop
 from pytest_dsv41.stub import Serving
 
 
@@ -313,6 +316,38 @@ def test_a_hundred_and_fifty_streams_run_at_once() -> None:
 
 def test_a_stall_ends_at_the_deadline(served: Serving) -> None:
     assert kind_of(served, "stall=30000:2", deadline_s=1.0) == "failed:deadline"
+
+
+@pytest.mark.parametrize(
+    ("fault", "failure"),
+    [("prefill-ms=400", None), ("stall=400:1", None), ("stall=2000:3", "stall")],
+)
+def test_silence_is_a_stall_only_once_tokens_came(
+    served: Serving, fault: str, failure: str | None
+) -> None:
+    # The head comes at once; a long prompt may then be read for minutes before the first token.
+    (sent,) = requests(1)
+    body = json.dumps({**sent.body("stub"), "stream": True}).encode()
+    headers = {"Content-Type": "application/json", "x-stub-fault": fault}
+    limits = Limits(events=999, stall_s=0.15)
+    until = time.monotonic_ns() + 20 * 10**9
+    with Loop() as loop:
+        call = Call(served.url + COMPLETIONS, "POST", headers, body, limits)
+        exchange = Exchange(call, loop.connect(call.url, until))
+        loop.run([exchange], deadline_ns=until)
+        exchange.connection.close()
+    found = exchange.result().failure
+    assert (found.kind if found else None) == failure
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_an_end_that_no_event_tells_is_counted_and_noted(api: str) -> None:
+    # llama.cpp counts the token that ends an answer and sends no event of it.
+    with stub(engine="llamacpp", eos_tokens=5) as served:
+        result = measure(served, tokens=20, api=api, ignore_eos=False)
+    (stream,) = result.streams
+    assert (stream.finish_reason, stream.completion_tokens) == ("stop", 6)
+    assert sum(event.tokens or 0 for event in stream.events) in (5, 6)
 
 
 def test_silence_before_the_head_ends_at_the_deadline(served: Serving) -> None:

@@ -29,6 +29,7 @@ from pytest_dsv41.measure.probes.laws import check_class, repetition, said
 from pytest_dsv41.measure.probes.prompts import Fitted, filler, fit, marker
 from pytest_dsv41.measure.stream import StreamRecord
 from pytest_dsv41.stub.language import encode
+from pytest_dsv41.unit.memory import ledger_shape, parse_ledger
 
 
 def stream(
@@ -283,6 +284,23 @@ def test_each_corruption_is_named() -> None:
 
 
 # -- the shape ---------------------------------------------------------------------------------
+
+
+def test_a_boot_ledger_tells_slots_and_window() -> None:
+    # The document's line, as its server prints it.
+    text = (
+        "kv cache           6.75 GiB   349% of it -- backs 2 sequences all at 200000\n"
+        "                                tokens at once, which is the worst case\n"
+    )
+    shape = ledger_shape(parse_ledger(text, "radiance"), "start.log")
+    assert (shape.slots, shape.window, shape.told["window"]) == (2, 200000, "start.log")
+    text = (
+        "llama_context: n_ctx_seq = 1024\n"
+        "llama_kv_cache: size = 6.00 MiB ( 1024 cells, 3 layers, 4/4 seqs), K (f16): 3.00 MiB, "
+        "V (q8_0): 3.00 MiB\n"
+    )
+    shape = ledger_shape(parse_ledger(text, "llamacpp"), "start.log")
+    assert (shape.window, shape.kv_dtype) == (1024, "f16/q8_0")
 
 
 def test_two_sources_of_a_shape_must_agree() -> None:

@@ -26,6 +26,7 @@ from pytest_dsv41.unit.memory.plan import (
     law_against,
     make_plan,
 )
+from pytest_dsv41.unit.memory.served import ledger_shape
 
 __all__ = [
     "Alternative",
@@ -43,6 +44,7 @@ __all__ = [
     "diff_ledgers",
     "law_against",
     "law_from",
+    "ledger_shape",
     "make_plan",
     "parse_ledger",
 ]
