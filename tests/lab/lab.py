@@ -208,7 +208,10 @@ class Lab:
         group = self._cgroups / self.namespace(host)
         group.mkdir(exist_ok=True)
         root = Path(__file__).resolve().parents[2]
-        needed = (root, Path(sys.prefix), Path(sys.base_prefix), self.folder)
+        needed = [root, Path(sys.prefix), Path(sys.base_prefix), self.folder]
+        # A real engine's program and model, where the tests are given one.
+        given = (os.environ.get(name) for name in ("LLAMA_SERVER", "LLAMA_MODEL"))
+        needed += [Path(path).parent for path in given if path and Path(path).exists()]
         bound = sorted({str(path) for path in needed if _hidden(path)})
         with (self.folder / f"{host}.console").open("ab") as console:
             self._processes[host] = subprocess.Popen(

