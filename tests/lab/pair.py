@@ -223,10 +223,11 @@ class Pair:
         *words: str,
         window: Path | None = None,
         env: Mapping[str, str] = MappingProxyType({}),
+        patience_s: float = 300.0,
     ) -> Ended:
         """Run a window to its end."""
         with self.start(*words, window=window, env=env) as process:
-            output, _ = process.communicate(timeout=300.0)
+            output, _ = process.communicate(timeout=patience_s)
         return Ended(process.returncode, output, self.campaign)
 
     def reached(self, process: subprocess.Popen[str]) -> None:
