@@ -52,3 +52,63 @@ def test_the_window_on_the_page_decides_gates_and_tells_the_cost(
     assert (rung["streams"], rung["depth"], rung["corpus"]) == (1, 1024, "varied")
     assert main(["decide", str(folder)]) == code
     assert "fast-enough" in capsys.readouterr().out
+
+
+FULL = """
+[window]
+lane = "P"
+name = "full"
+hypothesis = "Both arms owe two whole windows at once."
+kind = "report"
+schedule = "C/X"
+repeats = 1
+
+[arms.kept]
+role = "control"
+
+[arms.forgetful]
+role = "candidate"
+args = ["--fault", "/v1/completions:truncate"]
+
+[[cells]]
+name = "capacity-2"
+
+[[cells]]
+name = "capacity-3"
+
+[limits]
+start_s = 20
+watch_s = 0.5
+
+[target]
+kind = "local"
+engine = "llamacpp"
+command = [
+    "{python}", "-m", "pytest_dsv41", "stub", "--port", "{port}", "--seed", "{seed}", "--engine",
+    "llamacpp", "--max-model-len", "512", "--max-running", "2", "--prefill-ms", "400", "--fault",
+    "/v1/completions:recall",
+]
+
+[target.production]
+serve = "window"
+"""
+
+
+@pytest.mark.slow
+def test_a_capacity_that_is_not_kept_fails_its_item(tmp_path: Path) -> None:
+    (tmp_path / "full.toml").write_text(FULL)
+    ended = run(tmp_path / "out", window=str(tmp_path / "full.toml"))
+    assert ended.returncode == 0, ended.output[-3000:]
+    lines = (ended.folder / "values.jsonl").read_text().splitlines()
+    rows = {row["item"]: row for row in map(json.loads, lines)}
+    good, cut = rows["C-capacity-2-r0"], rows["X-capacity-2-r0"]
+    assert good["outcome"] == "measured"
+    assert "prefill_tok_s" in good["values"]
+    assert "client_tok_s" not in good["values"]
+    assert good["missing"]["client_tok_s"].startswith("law-rate-tokens: ")
+    kept = json.loads((ended.folder / good["files"]["capacity"]["file"]).read_text())
+    assert (kept["verdict"], kept["shape"]["slots"], kept["height"]) == ("PASS", 2, 480)
+    assert (cut["outcome"], cut["kind"]) == ("failed", "capacity")
+    assert cut["reason"].startswith("FAIL: one token too many refused: 513 tokens of a window of")
+    assert rows["C-capacity-3-r0"]["kind"] == "shape"
+    assert "the server has 2 slots" in rows["C-capacity-3-r0"]["reason"]
