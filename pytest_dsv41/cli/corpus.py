@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 HELP = "Build a corpus: texts cut to asked lengths by the server's tokenizer, each pinned by hash."
@@ -45,27 +46,37 @@ def run(args: argparse.Namespace) -> int:
             prompt = corpus.prompt(name)
             print(f"{name:<20}{prompt.tokens or '–':>10} tokens  {prompt.sha256}")
         return 0
+    return _cut(args)
+
+
+def _cut(args: argparse.Namespace) -> int:
     from ..engines import get_engine
     from ..errors import UsageError
     from ..measure.cut import cut_texts
+    from ..payload.shown import Shown
     from ..text import one_line
-    from .archive import patience
 
     wanted: list[tuple[str, int]] = []
     for pair in args.cut:
         name, equals, count = pair.partition("=")
-        if not equals or not name or not count.isdigit() or int(count) < 1:
-            raise UsageError(f"--cut {pair}: write NAME=TOKENS")
+        if not equals or not name or not count.isascii() or not count.isdigit() or not int(count):
+            raise UsageError(f"--cut {one_line(pair, 80)}: write NAME=TOKENS")
         wanted.append((name, int(count)))
     engine = get_engine(args.engine)
-    model = args.model or engine.models(args.url)[0]
-    with patience("corpus cut"):
-        cuts = cut_texts(
-            args.text.read_bytes().decode(),
-            wanted,
-            lambda text: len(engine.tokenize(args.url, model, text)),
-            args.folder,
-        )
+    try:
+        text = args.text.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{args.text}: not UTF-8: {error}") from None
+    # Asked for by the first count: what the words, the text or the folder forbid is said before.
+    model: list[str] = [args.model] if args.model else []
+
+    def tokens(piece: str) -> int:
+        if not model:
+            model.append(engine.models(args.url)[0])
+        return len(engine.tokenize(args.url, model[0], piece))
+
+    with Shown(sys.stderr) as shown:
+        cuts = cut_texts(text, wanted, tokens, args.folder, told=shown)
     for prompt in cuts:
         print(f"{prompt.name:<20}{prompt.tokens:>10} tokens  {prompt.sha256}")
     folder = one_line(str(args.folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
@@ -87,13 +88,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure; print the values, or the reason why there are none."""
     from ..errors import MeasurementFailed, MeasurementRefused, UsageError
+    from ..measure.group import refuse_too_many
 
     for name, low in (("max_tokens", 1), ("concurrency", 1), ("repeats", 1)):
         if getattr(args, name) < low:
             raise UsageError(f"--{name.replace('_', '-')}: at least {low}")
     if not 0 < args.deadline <= 1e9:
         raise UsageError(f"--deadline {args.deadline}: valid: above 0 to 1e9 seconds")
+    refuse_too_many(args.concurrency)
     requests = _requests(args)
+    if args.record is not None:
+        _take_place(args.record)
     rows: list[dict[str, Any]] = []
     code = 0
     with stop_on_signals() as stop, _reader(args.reader) as reader:
@@ -131,12 +136,12 @@ def _requests(args: argparse.Namespace) -> tuple[Request, ...]:
     if args.messages is not None:
         try:
             data = json.loads(args.messages.read_text(encoding="utf-8"))
-            json.dumps(data, ensure_ascii=False).encode()
+            json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeError as error:
             raise UsageError(f"{args.messages}: not UTF-8: {error}") from None
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{args.messages}: not JSON: {error}") from None
-        if not isinstance(data, list) or not all(isinstance(row, dict) for row in data):
+        if not isinstance(data, list) or not data or not all(isinstance(r, dict) for r in data):
             raise UsageError(f"{args.messages}: not a list of messages")
         messages = tuple(data)
     elif args.prompt_file is not None:
@@ -160,6 +165,20 @@ def _requests(args: argparse.Namespace) -> tuple[Request, ...]:
         )
         for member in range(args.concurrency)
     )
+
+
+def _take_place(folder: Path) -> None:
+    """Make the records' folder before anything is measured; an earlier one's are kept."""
+    from ..errors import UsageError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"--record {folder}: no folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--record {folder}: cannot be written to")
+    if any(folder.glob("measure-r*.jsonl")):
+        raise UsageError(f"--record {folder}: holds records already; name another folder")
 
 
 def _measure(
@@ -258,12 +277,20 @@ def _show(rows: list[dict[str, Any]]) -> None:
             print(f"  {name:<20}{value['value']:>14.3f} {value['unit']:<14}{source}")
         for name, reason in row["missing"].items():
             print(f"  {name:<20}{'–':>14} {reason}")
-        server = row["server"]
-        print(
-            f"  {server['tokens']} tokens, {server['rounds']} rounds, "
-            f"{server['accepted']} accepted of {server['draft_tokens']} drafted, "
-            f"{server['cached_tokens']} of {server['prompt_tokens']} prompt tokens cached, "
-            f"prompt {row['prompt_sha256'][:12]}"
-        )
+        print(f"  {_counts(row['server'])}, prompt {row['prompt_sha256'][:12]}")
         if row["notes"]:
             print(f"  notes: {', '.join(row['notes'])}")
+
+
+def _counts(server: dict[str, Any]) -> str:
+    """What the server counted, in words; what it does not tell is left out."""
+    parts = [f"{server['tokens']} tokens"]
+    if server["rounds"] is not None:
+        parts.append(f"{server['rounds']} rounds")
+    if server["speculates"]:
+        drafted = "" if server["draft_tokens"] is None else f" of {server['draft_tokens']} drafted"
+        parts.append(f"{server['accepted']} accepted{drafted}")
+    if server["cached_tokens"] is not None:
+        prompt = "" if server["prompt_tokens"] is None else f" of {server['prompt_tokens']}"
+        parts.append(f"{server['cached_tokens']}{prompt} prompt tokens cached")
+    return ", ".join(parts)

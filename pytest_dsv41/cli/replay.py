@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
                 {
                     "record": str(path),
                     "same": again.same,
+                    "differences": list(again.differences),
                     "parsed_again": again.parsed_again,
                     "values": values,
                     "missing": dict(again.missing),
@@ -55,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0 if again.same else 1
     for name, value in again.values.items():
-        was = again.recorded.get(name, {}).get("value")
-        mark = "" if was == value.value else f"   recorded: {was}"
-        print(f"  {name:<20}{value.value:>14.3f} {value.unit}{mark}")
+        print(f"  {name:<20}{value.value:>14.3f} {value.unit}")
+    for difference in again.differences:
+        print(f"  {difference}")
     from_what = "bytes" if again.parsed_again else "events"
     print(f"{'same' if again.same else 'DIFFERENT'}, from the recorded {from_what}")
     return 0 if again.same else 1

@@ -16,11 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 import httpx
 
-from pytest_dsv41.engines.counters import read_samples, refuse_resets
+from pytest_dsv41.address import base_url, check_url, unix_path
+from pytest_dsv41.engines.counters import read_samples, refuse_part, refuse_resets
 from pytest_dsv41.engines.next_token import (
     Greedy,
     NextToken,
@@ -44,11 +44,13 @@ __all__ = [
     "detect_engine",
     "engine_names",
     "get_engine",
+    "refuse_drafts",
     "unix_path",
 ]
 
 
-_BODY_MAX = 16 << 20
+_BODY_MAX = 64 << 20
+"""Of an answer that is no stream: a whole vocabulary's log-probabilities fit."""
 _CONNECTED = frozenset(
     f"connection.{step}.complete" for step in ("connect_tcp", "connect_unix_socket", "start_tls")
 )
@@ -142,6 +144,8 @@ class Server:
     preemptions: int = 0
     accepted_cut: int = 0
     """Drafts that were accepted and then cut off by the token limit; not among `accepted`."""
+    notes: tuple[str, ...] = ()
+    """What the counters leave unproved, by name."""
 
     @property
     def rounds(self) -> int | None:
@@ -155,45 +159,26 @@ class Server:
         return {**asdict(self), "rounds": self.rounds}
 
 
-def base_url(url: str) -> str:
-    """Return `url` without a trailing slash and `/v1`; of `unix:PATH`, what is asked there."""
-    if url.startswith("unix:"):
-        return "http://localhost"
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def unix_path(url: str) -> str | None:
-    """Return PATH of `unix:PATH`, None for any other address."""
-    return url.removeprefix("unix:") if url.startswith("unix:") else None
-
-
-def check_url(url: str) -> str:
-    """Return a server's address as it was given, or say what is wrong with it.
-
-    No message shows the address where it holds a user's name or a password.
+def refuse_drafts(server: Server) -> None:
+    """Hold drafts, accepted tokens and rounds against each other (RULES section 0).
 
     Raises:
-        UsageError: no http or https address of a host, nor `unix:PATH`.
+        MeasurementRefused: kind `identity`.
     """
-    if unix_path(url):
-        return url
-    valid = "valid: http://HOST:PORT, https://HOST:PORT or unix:PATH"
-    if "@" in url:
-        raise UsageError(f"a server's address holds a user's name or a password; {valid}")
-    shown = one_line(url, 120)
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-        httpx.URL(url)
-    except (ValueError, httpx.InvalidURL) as error:
-        raise UsageError(f"{shown}: {one_line(str(error), 120)}; {valid}") from None
-    spaced = any(char.isspace() for char in url)
-    if parts.scheme not in ("http", "https") or not host or port == 0 or spaced:
-        raise UsageError(f"{shown}: not a server's address; {valid}")
-    # Paths are joined to the address, and would land behind these.
-    if "?" in url or "#" in url:
-        raise UsageError(f"{shown}: a query or a fragment in a server's address; {valid}")
-    return url
+    rounds, accepted = server.rounds, server.accepted
+    if rounds is None or accepted is None:
+        return
+    drafted = server.draft_tokens
+    if drafted is not None and accepted + server.accepted_cut > drafted:
+        raise MeasurementRefused("identity", f"{accepted} accepted of {drafted} drafted tokens")
+    if rounds < 0:
+        raise MeasurementRefused(
+            "identity", f"{accepted} accepted among {server.tokens} tokens: no rounds are left"
+        )
+    if server.drafts is not None and server.drafts > rounds:
+        raise MeasurementRefused(
+            "identity", f"{server.drafts} drafts in {rounds} rounds: more than one a round"
+        )
 
 
 class Engine(ABC):
@@ -257,10 +242,10 @@ class Engine(ABC):
         """
         data = self._json(url, "/v1/models", timeout, client, kind="models")
         try:
-            names = [str(row["id"]) for row in data["data"]]
+            names = [row["id"] for row in data["data"]]
         except (KeyError, TypeError):
             names = []
-        if not names:
+        if not names or not all(isinstance(name, str) and name for name in names):
             raise MeasurementRefused("models", f"{url}/v1/models lists no models")
         return names
 
@@ -300,15 +285,18 @@ class Engine(ABC):
             raise MeasurementRefused(
                 "no-counters", f"{url}/metrics answered {answer.status_code}{hint}"
             )
-        sums, created = read_samples(
-            answer.text, (*self.gauges, *self.counters), label=self.by_label
-        )
+        text = answer.text
+        if not text.endswith("\n"):
+            raise MeasurementRefused("bad-counter", f"{url}/metrics ends in the middle of a line")
+        sums, created = read_samples(text, (*self.gauges, *self.counters), label=self.by_label)
+        for name in self.counters:
+            refuse_part(name, sums.get(name, 0.0))
         missing = [name for name in (*self.gauges, *self.needed) if name not in sums]
         if missing:
             raise MeasurementRefused("missing-family", f"{url}/metrics has no {', '.join(missing)}")
         running, waiting = (sums.pop(name) for name in self.gauges)
         started = answer.headers.get("process-start-time-unix", "")
-        if started.isascii() and started.isdigit():
+        if started.isascii() and started.isdigit() and len(started) < 20:
             created["process-start-time-unix"] = float(started)
         return Snapshot(at, sums, running, waiting, created)
 
@@ -358,19 +346,24 @@ class Engine(ABC):
         where = f"{base_url(url)}/tokenize"
         try:
             with self._client(client, url, timeout) as http:
-                answer = http.post(where, json=body, timeout=timeout)
-            if answer.status_code != 200:
-                raise MeasurementRefused("tokenize", f"{where} answered {answer.status_code}")
-            data = answer.json()
-            tokens = [int(token) for token in data["tokens"]]
-            if data.get("count", len(tokens)) != len(tokens):
-                raise MeasurementRefused(
-                    "tokenize", f"{where} counts {data['count']} tokens and lists {len(tokens)}"
-                )
-            return tokens
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                answer = _fetch(http, where, timeout, body=body)
+        except httpx.HTTPError as error:
             why = one_line(str(error) or type(error).__name__, 100)
             raise MeasurementRefused("tokenize", f"{where}: {why}") from None
+        if answer.status_code != 200:
+            raise MeasurementRefused("tokenize", f"{where} answered {answer.status_code}")
+        try:
+            data = read_object(answer.content, where)
+            tokens = list(read_ids(data.get("tokens"), where))
+        except MeasurementRefused as error:
+            raise MeasurementRefused("tokenize", str(error)) from None
+        count = data.get("count", len(tokens))
+        if count != len(tokens):
+            said = one_line(str(count), 40)
+            raise MeasurementRefused(
+                "tokenize", f"{where} counts {said} tokens and lists {len(tokens)}"
+            )
+        return tokens
 
     @abstractmethod
     def _tokenize_body(self, model: str, text: str) -> dict[str, Any]: ...
@@ -429,7 +422,7 @@ class Engine(ABC):
         try:
             answer = self._get(url, self.version_path, timeout, client, kind="version")
             told = answer.json()[self.version_field] if answer.status_code == 200 else ""
-        except (MeasurementRefused, ValueError, KeyError, TypeError):
+        except (MeasurementRefused, ValueError, KeyError, TypeError, RecursionError):
             return ""
         return one_line(str(told), 100)
 
@@ -511,7 +504,7 @@ class Engine(ABC):
         where = f"{base_url(url)}{path}"
         try:
             with self._client(client, url, timeout) as http:
-                answer = http.post(where, json=body, timeout=timeout)
+                answer = _fetch(http, where, timeout, body=body)
         except httpx.HTTPError as error:
             why = one_line(str(error) or type(error).__name__, 120)
             raise MeasurementFailed("connection", f"{where} did not answer: {why}") from None
@@ -603,8 +596,8 @@ class Engine(ABC):
         return str(data.get("prompt", data.get("content", "")))
 
 
-def _fetch(http: httpx.Client, url: str, timeout: float) -> httpx.Response:
-    """GET `url` whole within `timeout` seconds and `_BODY_MAX` bytes.
+def _fetch(http: httpx.Client, url: str, timeout: float, *, body: object = None) -> httpx.Response:
+    """GET `url`, or POST `body` to it, whole within `timeout` seconds and `_BODY_MAX` bytes.
 
     httpx's own timeout is one of a single read: a server that sends a byte now and then, in its
     headers or in an endless body, would hold whoever waits for ever.
@@ -612,7 +605,9 @@ def _fetch(http: httpx.Client, url: str, timeout: float) -> httpx.Response:
     Raises:
         httpx.ReadTimeout: the answer was not whole in time.
         httpx.ReadError: it is too long.
+        httpx.DecodingError: it is encoded in a way that was not asked for.
     """
+    until = time.monotonic_ns() + int(timeout * 1e9)
     late = threading.Event()
     timers: list[threading.Timer] = []
 
@@ -629,12 +624,21 @@ def _fetch(http: httpx.Client, url: str, timeout: float) -> httpx.Response:
                 timers[-1].daemon = True
                 timers[-1].start()
 
-    body = bytearray()
+    kept = bytearray()
+    method, content = ("GET", None) if body is None else ("POST", body)
+    # `trace` is httpx's own, `deadline_ns` what `measure.transport` knows.
+    extensions = {"trace": watch, "deadline_ns": until}
     try:
-        with http.stream("GET", url, timeout=timeout, extensions={"trace": watch}) as answer:
+        with http.stream(
+            method, url, json=content, timeout=timeout, extensions=extensions
+        ) as answer:
+            _refuse_coding(answer)
             for chunk in answer.iter_bytes():
-                body += chunk
-                if late.is_set() or len(body) > _BODY_MAX:
+                kept += chunk
+                if late.is_set() or len(kept) > _BODY_MAX:
+                    break
+                if time.monotonic_ns() > until:
+                    late.set()
                     break
             headers = [h for h in answer.headers.multi_items() if h[0] not in _CODED]
     except httpx.TransportError:
@@ -645,11 +649,26 @@ def _fetch(http: httpx.Client, url: str, timeout: float) -> httpx.Response:
             timer.cancel()
     if late.is_set():
         raise httpx.ReadTimeout(f"not whole within {timeout:g} s")
-    if len(body) > _BODY_MAX:
+    if len(kept) > _BODY_MAX:
         raise httpx.ReadError(f"longer than {_BODY_MAX} bytes")
     return httpx.Response(
-        answer.status_code, headers=headers, content=bytes(body), request=answer.request
+        answer.status_code, headers=headers, content=bytes(kept), request=answer.request
     )
+
+
+def _refuse_coding(answer: httpx.Response) -> None:
+    """httpx takes a body in a coding that it does not know for the text itself."""
+    asked = _words(answer.request.headers.get("accept-encoding", ""))
+    strange = _words(answer.headers.get("content-encoding", "")) - asked - {"identity"}
+    if strange:
+        raise httpx.DecodingError(
+            f"the answer is encoded as {one_line(', '.join(sorted(strange)), 60)}, not asked for",
+            request=answer.request,
+        )
+
+
+def _words(header: str) -> set[str]:
+    return {word.partition(";")[0].strip().lower() for word in header.split(",")} - {""}
 
 
 def _refused(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pytest_dsv41.errors import MeasurementRefused
 from pytest_dsv41.text import one_line
 
-__all__ = ["read_samples", "refuse_resets"]
+__all__ = ["read_samples", "refuse_part", "refuse_resets"]
 
 
 def read_samples(
@@ -56,6 +56,18 @@ def read_samples(
             "bad-counter", f"the metrics text cannot be read: {one_line(str(error), 120)}"
         ) from None
     return sums, created
+
+
+def refuse_part(name: str, value: float) -> None:
+    """Refuse a counter that counts no whole things; seconds may have parts.
+
+    Raises:
+        MeasurementRefused: kind `bad-counter`.
+    """
+    seconds = name.endswith("_seconds_sum")
+    # Beyond 2^53 a float no longer holds each whole number.
+    if value < 0 or not (seconds or (value.is_integer() and value <= 2**53)):
+        raise MeasurementRefused("bad-counter", f"{name} is {value:g}: no count")
 
 
 def _name_of(line: str) -> str:

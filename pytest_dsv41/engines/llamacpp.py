@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 import httpx
 
-from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot, base_url
+from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot, base_url, refuse_drafts
 from pytest_dsv41.engines.next_token import (
     Greedy,
     NextToken,
@@ -87,6 +87,8 @@ class LlamaCpp(Engine):
                     f"{name} moved by {moved(name)}, the streams' own are {own}: "
                     "somebody else used the server",
                 )
+        for row in done:
+            _check_prompt(row)
         accepted = sum(_timing(row, "draft_n_accepted", 0) for row in done)
         drafted = sum(_timing(row, "draft_n", 0) for row in done)
         for name, own in ((_ACCEPTED, accepted), (_DRAFT_TOKENS, drafted)):
@@ -97,7 +99,7 @@ class LlamaCpp(Engine):
         server = Server(
             requests=len(done),
             tokens=tokens,
-            decode_ms=sum(float(row.timings["predicted_ms"]) for row in done),
+            decode_ms=sum(_number(row, "predicted_ms") for row in done),
             accepted=accepted,
             drafts=moved(_DRAFTS) if _DRAFTS in new else None,
             draft_tokens=drafted,
@@ -106,9 +108,10 @@ class LlamaCpp(Engine):
             steps=moved(_STEPS) if _STEPS in new else None,
             speculates=drafted > 0 or new.get(_DRAFTS, 0.0) > 0,
         )
-        if server.drafts is not None and server.drafts > (server.rounds or 0):
+        refuse_drafts(server)
+        if len(done) == 1 and server.steps is not None and server.steps < (server.rounds or 0):
             raise MeasurementRefused(
-                "identity", f"{server.drafts} drafts in {server.rounds} rounds"
+                "identity", f"{server.rounds} rounds in {server.steps} steps of the engine"
             )
         return server
 
@@ -266,8 +269,22 @@ def _in_band(data: Mapping[str, Any]) -> InBand:
 
 
 def _timing(row: InBand, name: str, default: int | None = None) -> int:
-    timings: Mapping[str, float] = row.timings
-    value = timings.get(name, default)
-    if value is None:
-        raise MeasurementRefused("no-timings", f"the stream carried no timings.{name}")
-    return round(value)
+    if name not in row.timings and default is not None:
+        return default
+    return round(_number(row, name))
+
+
+def _number(row: InBand, name: str) -> float:
+    value = row.timings.get(name)
+    if value is None or value < 0:
+        said = "no" if value is None else f"{value:g} as"
+        raise MeasurementRefused("no-timings", f"the stream carried {said} timings.{name}")
+    return float(value)
+
+
+def _check_prompt(row: InBand) -> None:
+    prompt = _timing(row, "prompt_n") + _timing(row, "cache_n")
+    if row.prompt_tokens not in (None, prompt):
+        raise MeasurementRefused(
+            "identity", f"usage says {row.prompt_tokens} prompt tokens, the timings {prompt}"
+        )

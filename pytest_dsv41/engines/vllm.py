@@ -16,9 +16,10 @@ from typing import Any, ClassVar, Final
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot
+from pytest_dsv41.engines.base import Engine, InBand, Server, Snapshot, refuse_drafts
 from pytest_dsv41.engines.served import Served, agreed, whole_above
 from pytest_dsv41.errors import MeasurementRefused
+from pytest_dsv41.text import one_line
 
 __all__ = ["Vllm"]
 
@@ -40,7 +41,8 @@ _PER_POS: Final = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 _CACHE: Final = "vllm:cache_config_info"
 
-_NEEDED: Final = (_SUCCESS, _TOKENS, _DECODE_S, _DECODE_N)
+_NEEDED: Final = (_SUCCESS, _TOKENS, _PROMPT, _DECODE_S, _DECODE_N)
+_DRAFTING: Final = (_DRAFTS, _DRAFT_TOKENS, _ACCEPTED)
 _COUNTERS: Final = (
     _SUCCESS, _TOKENS, _PROMPT, _HITS, _PREEMPT, _DECODE_S, _DECODE_N, _STEPS, _OUTPUTS,
     _DRAFTS, _DRAFT_TOKENS, _ACCEPTED, _PER_POS,
@@ -84,6 +86,11 @@ class Vllm(Engine):
         """See `Engine.account`."""
         old, new = before.values, after.values
         self.same_server(before, after)
+        there = [name for name in (*_DRAFTING, _PER_POS) if name in new]
+        lost = [name for name in _DRAFTING if name not in new]
+        if there and lost:
+            # Without it every draft would count as a round.
+            raise MeasurementRefused("missing-family", f"{', '.join(lost)} beside {there[0]}")
 
         def delta(name: str) -> float | None:
             return None if name not in new else new[name] - old.get(name, 0.0)
@@ -99,13 +106,17 @@ class Vllm(Engine):
                 f"{_SUCCESS} moved by {finished}, {len(done)} sent: somebody else used the server",
             )
         tokens = count(_TOKENS) or 0
-        own = [row.completion_tokens for row in done]
-        if None not in own and sum(value for value in own if value is not None) != tokens:
-            raise MeasurementRefused(
-                "foreign-request",
-                f"{_TOKENS} moved by {tokens}, the streams carried {sum(filter(None, own))}: "
-                "another request ran beside them",
-            )
+        for name, counts in (
+            (_TOKENS, [row.completion_tokens for row in done]),
+            (_PROMPT, [row.prompt_tokens for row in done]),
+        ):
+            own = sum(value for value in counts if value is not None)
+            if None not in counts and count(name) != own:
+                raise MeasurementRefused(
+                    "foreign-request",
+                    f"{name} moved by {count(name)}, the streams' own are {own}: another request "
+                    "ran beside them",
+                )
         accepted, drafts = count(_ACCEPTED), count(_DRAFTS)
         positions = {
             name: new[name] - old.get(name, 0.0) for name in new if name.startswith(_PER_POS + "{")
@@ -113,7 +124,8 @@ class Vllm(Engine):
         _check_positions(positions, accepted)
         cached = [row.cached_tokens for row in done]
         hits = count(_HITS)
-        cut = _cut(tokens, accepted or 0, len(done), count(_OUTPUTS), len(positions))
+        outputs = count(_OUTPUTS)
+        cut = _cut(tokens, accepted or 0, len(done), outputs, len(positions))
         server = Server(
             requests=len(done),
             tokens=tokens,
@@ -129,11 +141,9 @@ class Vllm(Engine):
             steps=count(_STEPS),
             speculates=accepted is not None,
             preemptions=count(_PREEMPT) or 0,
+            notes=("rounds-unproved",) if accepted and outputs is None else (),
         )
-        if drafts is not None and server.rounds is not None and drafts > server.rounds:
-            raise MeasurementRefused(
-                "identity", f"{drafts} drafts in {server.rounds} rounds: more than one a round"
-            )
+        refuse_drafts(server)
         return server
 
     def served(self, url: str, timeout: float = 10.0, client: httpx.Client | None = None) -> Served:
@@ -179,7 +189,7 @@ def _cut(tokens: int, accepted: int, requests: int, outputs: int | None, positio
     Each request's output after its first is observed once in the inter-token latency: that is the
     number of rounds. At most a whole draft a request can be cut off.
     """
-    if outputs is None or not accepted:
+    if outputs is None:
         return 0
     cut = outputs - (tokens - accepted - requests)
     if not 0 <= cut <= requests * positions:
@@ -196,12 +206,12 @@ def _check_positions(positions: dict[str, float], accepted: int | None) -> None:
     """Accepted by position adds up to the accepted tokens and never rises."""
     if not positions or accepted is None:
         return
-    ordered = [
-        value
-        for _, value in sorted(
-            (int(name.partition("{")[2].rstrip("}")), value) for name, value in positions.items()
-        )
-    ]
+    places = {name: name.partition("{")[2].rstrip("}") for name in positions}
+    strange = [place for place in places.values() if not (place.isascii() and place.isdigit())]
+    if strange:
+        said = one_line(strange[0], 40)
+        raise MeasurementRefused("identity", f"{_PER_POS}: {said!r} is no position")
+    ordered = [positions[name] for name in sorted(positions, key=lambda name: int(places[name]))]
     if round(sum(ordered)) != accepted:
         raise MeasurementRefused(
             "identity", f"accepted by position adds up to {sum(ordered):g}, not {accepted}"

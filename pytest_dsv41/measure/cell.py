@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
 
 from pytest_dsv41.durable import dump_json
 from pytest_dsv41.errors import MeasurementRefused, UsageError
@@ -13,6 +14,7 @@ from pytest_dsv41.measure.corpus import find_prompt, text_sha256
 from pytest_dsv41.text import one_line
 
 __all__ = [
+    "CACHES",
     "Builder",
     "Cell",
     "Request",
@@ -21,6 +23,9 @@ __all__ = [
     "messages_sha256",
     "runs_beside",
 ]
+
+CACHES: Final = ("cold", "fill", "warm", "any")
+"""What a prompt cache may be asked to do; see `Sampling`."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -45,8 +50,8 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.cache not in ("cold", "fill", "warm", "any"):
-            raise ValueError(f"cache {self.cache!r}: valid: cold, fill, warm, any")
+        if self.cache not in CACHES:
+            raise ValueError(f"cache {self.cache!r}: valid: {', '.join(CACHES)}")
         if not 0 <= self.temperature <= 10:
             raise ValueError(f"temperature {self.temperature!r}: valid: 0 to 10")
 
@@ -57,11 +62,16 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Builder:
-    """A prompt made by code: `module:function`, its arguments, and what it must hash to."""
+    """A prompt made by code: `module:function`, its arguments, and what it must hash to.
+
+    `data` is the folder that the function reads, handed to it as `data`. Where it lies is no part
+    of the definition: the text is pinned.
+    """
 
     function: str
     sha256: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    data: Path | None = None
 
     def build(self) -> str:
         """Call the function and return its text.
@@ -71,8 +81,15 @@ class Builder:
                 `prompt-pin` when the text is another one.
         """
         module, _, name = self.function.partition(":")
+        arguments = dict(self.arguments)
+        if self.data is not None:
+            if not self.data.is_dir():
+                raise MeasurementRefused(
+                    "prompt-unbuilt", f"{self.function}: its data folder {self.data} is not there"
+                )
+            arguments["data"] = self.data
         try:
-            text = getattr(importlib.import_module(module), name)(**self.arguments)
+            text = getattr(importlib.import_module(module), name)(**arguments)
         except Exception as error:
             why = one_line(f"{type(error).__name__}: {error}", 150)
             raise MeasurementRefused("prompt-unbuilt", f"{self.function}: {why}") from error

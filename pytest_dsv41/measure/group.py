@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import secrets
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -27,7 +29,7 @@ from pytest_dsv41.measure.endpoint import Endpoint
 from pytest_dsv41.measure.metrics import Value, values_of
 from pytest_dsv41.measure.progress import Progress, decodes, how_far
 from pytest_dsv41.measure.reader import Reader
-from pytest_dsv41.measure.stream import StreamRecord, check_answer, read_stream
+from pytest_dsv41.measure.stream import StreamRecord, check_answer, read_stream, whole
 from pytest_dsv41.measure.transport import WireTransport
 from pytest_dsv41.measure.wire import TRANSPORT, Call, Connection, Exchange, Finished, Limits, Loop
 
@@ -45,6 +47,8 @@ _BUSY_S: Final = 3.0
 _SETTLE_S: Final = 5.0
 _LOOK_S: Final = 0.02
 _SCRAPE_S: Final = 5.0
+_FEW: Final = 32
+"""Descriptors for everything but the requests; so few requests are never too many."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,12 @@ def control_client(
     deadline_ns: int,
     context: ssl.SSLContext | None = None,
 ) -> Iterator[httpx.Client]:
-    """An httpx client over the project's own wire, ended by the stop event and the deadline."""
+    """An httpx client over the project's own wire, ended by the stop event and the deadline.
+
+    Raises:
+        UsageError: a header of the endpoint's is none.
+    """
+    Call(base_url(endpoint.url), headers=endpoint.headers).encode()
     transport = WireTransport(
         stop=stop, deadline_ns=deadline_ns, context=context, unix=unix_path(endpoint.url)
     )
@@ -141,9 +150,11 @@ def measure_group(
         beside: look at how many run at a time (`GroupResult.beside`), also without a late one.
 
     Raises:
+        UsageError: more requests than this process may open sockets.
         MeasurementFailed: a request did not deliver; nothing is averaged over it.
         MeasurementRefused: all delivered, and the values cannot be trusted.
     """
+    refuse_too_many(len(requests))
     deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9)
     engine = get_engine(endpoint.engine)
     with (
@@ -179,6 +190,23 @@ def measure_group(
         return replace(result, model=model, exchanges=tuple(exchanges), beside=watch.most_beside)
 
 
+def refuse_too_many(count: int) -> None:
+    """Each request is a socket: refuse more than this process may open, before any is.
+
+    Raises:
+        UsageError: they are too many.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if count > _FEW and most != resource.RLIM_INFINITY:
+        used = sum(1 for _ in Path("/proc/self/fd").iterdir())
+        room = max(0, most - used - _FEW)
+        if count > room:
+            raise UsageError(
+                f"{count} requests at a time: this process may open {room} more sockets "
+                f"(ulimit -n is {most})"
+            )
+
+
 def evaluate(
     engine: Engine,
     caches: Sequence[str],
@@ -194,7 +222,7 @@ def evaluate(
 
     Raises:
         MeasurementRefused: kinds `foreign-request`, `reset`, `identity`, `warm-cache`,
-            `cold-cache`, `clocks`, or a metric's reason under `require`.
+            `cold-cache`, `cache-unproved`, `clocks`, or a metric's reason under `require`.
     """
     server = engine.account(before, after, [stream.in_band for stream in streams])
     notes = _check(set(caches), streams, server)
@@ -391,10 +419,13 @@ def at_rest(
 
 
 def _check(caches: set[str], streams: Sequence[StreamRecord], server: Server) -> tuple[str, ...]:
-    notes = [note for stream in streams for note in stream.notes]
+    notes = [note for stream in streams for note in stream.notes] + list(server.notes)
     if server.cached_tokens is None:
         if caches - {"any"}:
-            notes.append("cache-unproved")
+            raise MeasurementRefused(
+                "cache-unproved",
+                "neither the streams nor the counters tell how many prompt tokens were cached",
+            )
     elif caches <= {"cold", "fill"} and server.cached_tokens:
         raise MeasurementRefused(
             "warm-cache", f"{server.cached_tokens} prompt tokens came from a cache: not cold"
@@ -409,16 +440,35 @@ def _check(caches: set[str], streams: Sequence[StreamRecord], server: Server) ->
                 )
         if server.cached_tokens == 0:
             raise MeasurementRefused("cold-cache", "no prompt token came from the warm prefix")
-    in_band = [stream.metrics.get("speculative_decoding") for stream in streams]
-    if all(isinstance(row, dict) for row in in_band):
-        told = sum(int(row.get("num_accepted_draft_tokens", 0)) for row in in_band if row)
-        counted = (server.accepted or 0) + server.accepted_cut
-        if told != counted:
-            raise MeasurementRefused(
-                "identity", f"the streams tell {told} accepted, the counters {counted}"
-            )
+    _check_in_band(streams, server)
     _check_clocks(streams, server)
     return tuple(dict.fromkeys(notes))
+
+
+def _check_in_band(streams: Sequence[StreamRecord], server: Server) -> None:
+    """Hold what every stream told of itself against the counters (vLLM's per-request metrics)."""
+    tables = [stream.metrics.get("speculative_decoding") for stream in streams]
+    told = [
+        whole(row, "num_accepted_draft_tokens") if isinstance(row, dict) else None for row in tables
+    ]
+    accepted = sum(count for count in told if count is not None)
+    counted = (server.accepted or 0) + server.accepted_cut
+    if None not in told and accepted != counted:
+        raise MeasurementRefused(
+            "identity", f"the streams tell {accepted} accepted, the counters {counted}"
+        )
+    times = [stream.metrics.get("generation_time_ms") for stream in streams]
+    decoding = [float(ms) for ms in times if isinstance(ms, int | float) and abs(ms) < 1e15]
+    counted_ms = server.decode_ms
+    if counted_ms is None or len(decoding) < len(streams):
+        return
+    # One clock, two ways: they differ by no more than printing does.
+    if abs(sum(decoding) - counted_ms) > 1.0 + 0.001 * counted_ms:
+        raise MeasurementRefused(
+            "clocks",
+            f"the streams tell {sum(decoding):.1f} ms of decoding, the counters "
+            f"{counted_ms:.1f} ms",
+        )
 
 
 def _check_clocks(streams: Sequence[StreamRecord], server: Server) -> None:
@@ -487,6 +537,8 @@ class _Gauge:
                 while not self._over.wait(0.05):
                     look = self._engine.scrape(self._endpoint.url, _SCRAPE_S, client)
                     self._looks.append((look.at_ns, look.running))
+                    if look.running >= self._wanted:
+                        return  # in time or not: a later look cannot be in better time
         except MeasurementRefused as error:
             if not self._over.is_set():
                 self._error = error

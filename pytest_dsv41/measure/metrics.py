@@ -113,6 +113,8 @@ def _decode_tok_s(streams: Sequence[StreamRecord], _server: Server) -> float | M
 
 def _client_tok_s(streams: Sequence[StreamRecord], _server: Server) -> float | Missing:
     span = max(s.last_token_ns for s in streams) - min(s.start_ns for s in streams)
+    if span <= 0:
+        return Missing("no time passed between request and last token")
     return sum(s.completion_tokens for s in streams) * 1e9 / span
 
 
@@ -125,6 +127,8 @@ def _prefill_tok_s(streams: Sequence[StreamRecord], server: Server) -> float | M
         return Missing("ttft-merged: the first token lay unread beside later ones")
     fresh = sum(stream.prompt_tokens or 0 for stream in streams) - server.cached_tokens
     span = max(s.first_token_ns for s in streams) - min(s.start_ns for s in streams)
+    if span <= 0 or fresh <= 0:
+        return Missing(f"{fresh} prompt tokens were not cached")
     return fresh * 1e9 / span
 
 
@@ -168,6 +172,15 @@ METRICS: Final[dict[str, Metric]] = {
 """Every known metric by name."""
 
 
+_TIMES: Final[dict[str, tuple[Callable[[StreamRecord], str], ...]]] = {
+    "ttft_ms": (lambda stream: stream.first_source,),
+    "prefill_tok_s": (lambda stream: stream.first_source,),
+    "decode_tok_s": (lambda stream: stream.first_source, lambda stream: stream.last_source),
+    "client_tok_s": (lambda stream: stream.last_source,),
+}
+"""Whose stamps a value rests on, which its record says: the kernel's, or the read's own."""
+
+
 def values_of(
     streams: Sequence[StreamRecord], server: Server
 ) -> tuple[dict[str, Value], dict[str, str]]:
@@ -193,6 +206,8 @@ def values_of(
         if metric.name == "ttft_ms":
             times = [stream.ttft_ms for stream in streams]
             own |= {"members_ms": times, "largest_ms": max(times)}
-            own["stamps"] = sorted({stream.first_source for stream in streams})
+        sources = _TIMES.get(metric.name, ())
+        if sources:
+            own["stamps"] = sorted({of(stream) for of in sources for stream in streams})
         values[metric.name] = Value(figure, metric.unit, metric.lower_is_better, metric.source, own)
     return values, missing

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pytest_dsv41.durable import dump_json, read_json_lines, write_atomic
-from pytest_dsv41.engines import Snapshot, get_engine
-from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
+from pytest_dsv41.engines import Engine, Snapshot, get_engine
+from pytest_dsv41.errors import UsageError
+from pytest_dsv41.measure.cell import CACHES
 from pytest_dsv41.measure.group import Endpoint, GroupResult, evaluate
 from pytest_dsv41.measure.metrics import Value
 from pytest_dsv41.measure.stream import StreamRecord, read_pieces
 from pytest_dsv41.measure.wire import TRANSPORT, Framing, Read
+from pytest_dsv41.text import one_line
 
 __all__ = ["Replay", "replay", "write_record"]
 
@@ -92,11 +94,13 @@ class Replay:
     parsed_again: bool
     """The bytes themselves were parsed again, not only their record."""
     notes: tuple[str, ...]
+    differences: tuple[str, ...] = ()
+    """What the record says otherwise, one line each."""
 
     @property
     def same(self) -> bool:
-        """Whether every value came out as recorded, to the last digit."""
-        return {name: value.to_json() for name, value in self.values.items()} == dict(self.recorded)
+        """Whether everything came out as recorded, to the last digit."""
+        return not self.differences
 
 
 def replay(path: Path) -> Replay:
@@ -104,45 +108,89 @@ def replay(path: Path) -> Replay:
 
     Raises:
         UsageError: no such record, or not one.
-        MeasurementFailed, MeasurementRefused: today's code judges it otherwise.
+        MeasurementFailed, MeasurementRefused: what it holds is now judged otherwise.
     """
-    lines = read_json_lines(path)
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        by_kind.setdefault(str(line.get("kind")), []).append(line)
     if not path.exists():
         raise UsageError(f"{path}: no such record")
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for line in read_json_lines(path):
+        by_kind.setdefault(str(line.get("kind")), []).append(line)
     try:
-        (head,), (counters,), (told,) = (
-            by_kind["head"],
-            by_kind["counters"],
-            by_kind["values"],
-        )
+        (head,), (counters,), (told,) = by_kind["head"], by_kind["counters"], by_kind["values"]
         if head["schema"] != SCHEMA:
-            raise UsageError(f"{path}: schema {head['schema']!r}; valid: {SCHEMA}")
+            said = one_line(str(head["schema"]), 40)
+            raise UsageError(f"{path}: schema {said!r}; valid: {SCHEMA}")
         again = head["record"] == "bytes"
         streams = [
-            _parse_again(row) if again and "raw" in row else StreamRecord.from_json(row)
-            for row in by_kind["stream"]
+            _parse_again(row) if again else StreamRecord.from_json(row) for row in by_kind["stream"]
         ]
+        if len(streams) != len(head["prompt_members"]):
+            raise ValueError(f"{len(streams)} of {len(head['prompt_members'])} streams")
+        if len(head["caches"]) != len(streams) or not {*head["caches"]} <= {*CACHES}:
+            raise ValueError("caches: one of each stream's")
         result = evaluate(
-            get_engine(head["engine"]),
+            _engine(path, head["engine"]),
             head["caches"],
             streams,
             Snapshot.from_json(counters["before"]),
             Snapshot.from_json(counters["after"]),
         )
+        # What JSON did to the recorded values it must do to these too.
+        now = json.loads(dump_json(result.to_json()))
         recorded = told["values"]
-    except (KeyError, ValueError, TypeError) as error:
-        if isinstance(error, MeasurementFailed | MeasurementRefused):
-            raise
-        raise UsageError(f"{path}: not a whole record ({type(error).__name__}: {error})") from None
-    # What JSON did to the recorded values it must do to these too.
-    values = {
-        name: Value(**json.loads(json.dumps(value.to_json())))
-        for name, value in result.values.items()
-    }
-    return Replay(values, result.missing, recorded, again, result.notes)
+        differences = [
+            *_differences(recorded, now["values"]),
+            *(
+                f"{name}: recorded {one_line(dump_json(was), 120)}, "
+                f"now {one_line(dump_json(now[name]), 120)}"
+                for name, was in (
+                    ("missing", told["missing"]),
+                    ("prompt_sha256", head["prompt_sha256"]),
+                    ("prompt_members", head["prompt_members"]),
+                )
+                if was != now[name]
+            ),
+            *(
+                f"stream {index}: {key}: the bytes say otherwise"
+                for index, row in enumerate(by_kind["stream"])
+                for key, value in now["streams"][index].items()
+                if row[key] != value
+            ),
+        ]
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        why = one_line(f"{type(error).__name__}: {error}", 200)
+        raise UsageError(f"{path}: not a whole record ({why})") from None
+    values = {name: Value(**row) for name, row in now["values"].items()}
+    return Replay(values, result.missing, recorded, again, result.notes, tuple(differences))
+
+
+def _engine(path: Path, name: str) -> Engine:
+    try:
+        return get_engine(name)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _differences(
+    recorded: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    """One line a value that is another one; parts that an older record lacks are none."""
+    for name in sorted({*recorded, *now}):
+        was, became = recorded.get(name), now.get(name)
+        shown = one_line(name, 40)
+        if was is None or became is None:
+            yield f"{shown}: only {'recorded' if became is None else 'now'}"
+            continue
+        parts = {key: became["parts"].get(key) for key in was["parts"]}
+        for key, old, new in (
+            *((key, was[key], became[key]) for key in became if key != "parts"),
+            *((key, old, parts[key]) for key, old in was["parts"].items()),
+        ):
+            if old != new:
+                yield (
+                    f"{shown}: {one_line(key, 40)}: recorded {one_line(str(old), 60)}, "
+                    f"now {one_line(str(new), 60)}"
+                )
 
 
 def _parse_again(row: Mapping[str, Any]) -> StreamRecord:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.measure.cell import Cell, Request
 from pytest_dsv41.measure.corpus import PROMPT_SHA256, find_prompt
-from pytest_dsv41.measure.group import Endpoint, GroupResult, Progress, measure_group
+from pytest_dsv41.measure.group import Endpoint, GroupResult, Progress, Reader, measure_group
 
 __all__ = [
     "SEEDED_CELLS",
@@ -173,10 +173,12 @@ def run_seeded_cell(
     deadline_s: float,
     stop: threading.Event | None = None,
     progress: Callable[[int, Progress], None] | None = None,
+    reader: Reader | None = None,
 ) -> SeededResult:
     """Run a whole seeded cell on one arm: prefill cold, prove it, then every pair, proved warm.
 
     `salt` is new for every start (a window and start name). `progress` gets the pair's number.
+    `reader` as in `measure_group`.
 
     Raises:
         UsageError: no corpus has a prompt.
@@ -196,6 +198,7 @@ def run_seeded_cell(
                 deadline_s=max(0.0, until - time.monotonic()),
                 stop=stop,
                 progress=_numbered(progress, pair),
+                reader=reader,
             )
         )
         if pairs[-1].prompt_sha256 != pairs[0].prompt_sha256:

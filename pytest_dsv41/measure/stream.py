@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,10 +21,18 @@ from pytest_dsv41.measure.sse import Event, SseParser, TooLongError
 from pytest_dsv41.measure.wire import Finished, Read
 from pytest_dsv41.text import one_line
 
-__all__ = ["EventRecord", "StreamRecord", "check_answer", "read_pieces", "read_stream"]
+__all__ = [
+    "EventRecord",
+    "StreamRecord",
+    "check_answer",
+    "read_pieces",
+    "read_stream",
+    "whole",
+]
 
 _UNTOLD: Final = 8
 """Most tokens of an answer's end that no event tells of: those of a stop string."""
+_TIMED_COUNTS: Final = ("predicted_n", "prompt_n", "cache_n", "draft_n", "draft_n_accepted")
 _NO_TEXT: Final = frozenset({"role", "tool_calls", "function_call"})
 
 
@@ -84,6 +93,11 @@ class StreamRecord:
     def ttft_ms(self) -> float:
         """First token of any channel after the request was written."""
         return (self.first_token_ns - self.start_ns) / 1e6
+
+    @property
+    def last_source(self) -> str:
+        """Which clock the last token's time is from; see `first_source`."""
+        return next(e.source for e in reversed(self.events) if e.kind == "token")
 
     @property
     def ms_per_event(self) -> float | None:
@@ -276,8 +290,8 @@ def check_answer(exchange: Finished) -> None:
     status = exchange.status
     if status != 200:
         raise MeasurementFailed(f"http-{status}", f"HTTP {status}: {_message(exchange.body)}")
-    encoding = exchange.headers.get("content-encoding", "identity")
-    if encoding != "identity":
+    encoding = exchange.headers.get("content-encoding", "").strip()
+    if encoding.lower() not in ("", "identity"):
         raise MeasurementFailed("encoded", f"the stream came as {one_line(encoding, 40)}")
     kind = exchange.headers.get("content-type", "")
     if not kind.lower().startswith("text/event-stream"):
@@ -357,7 +371,7 @@ class _Reader:
         if event.name == b"error":
             raise MeasurementFailed("error-event", _message(event.data))
         try:
-            data = json.loads(event.data.decode())
+            data = json.loads(event.data.decode(), parse_constant=_refuse, parse_float=_finite)
         except (ValueError, RecursionError):
             raise MeasurementFailed(
                 "bad-event",
@@ -365,7 +379,7 @@ class _Reader:
             ) from None
         if not isinstance(data, dict):
             raise MeasurementFailed("bad-event", "an event is not a JSON object")
-        if "error" in data or data.get("object") == "error":
+        if data.get("error") is not None or data.get("object") == "error":
             raise MeasurementFailed("error-event", _message(event.data))
         if self.done:
             raise MeasurementFailed("after-done", "the stream went on after [DONE]")
@@ -386,15 +400,21 @@ class _Reader:
     def _book_extras(self, data: dict[str, Any], usage: Any, now: int) -> None:
         timings = data.get("timings")
         if isinstance(timings, dict):
-            for name in ("predicted_n", "cache_n"):
-                _whole(timings, name)
-            self.timings = {k: v for k, v in timings.items() if isinstance(v, int | float)}
+            for name in _TIMED_COUNTS:
+                whole(timings, name)
+            self.timings = {
+                name: value
+                for name, value in timings.items()
+                if isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and abs(value) < 1e15
+            }
         if isinstance(data.get("metrics"), dict):
             self.metrics = data["metrics"]
         usage = _table(usage, "usage")
-        count = _whole(usage, "completion_tokens")
-        prompt = _whole(usage, "prompt_tokens")
-        both = _whole(usage, "total_tokens")
+        count = whole(usage, "completion_tokens")
+        prompt = whole(usage, "prompt_tokens")
+        both = whole(usage, "total_tokens")
         if None not in (both, count, prompt) and both != (prompt or 0) + (count or 0):
             raise MeasurementRefused(
                 "usage", f"usage says {prompt} and {count} tokens, and {both} in total"
@@ -411,7 +431,7 @@ class _Reader:
         if prompt is not None:
             self.prompt_tokens = prompt
         details = _table(usage.get("prompt_tokens_details"), "prompt_tokens_details")
-        cached = _whole(details, "cached_tokens")
+        cached = whole(details, "cached_tokens")
         if cached is not None:
             self.cached = cached
 
@@ -535,7 +555,7 @@ class _Reader:
     def _cached(self) -> int | None:
         cached = self.cached
         if cached is None:
-            cached = _whole(self.timings, "cache_n")
+            cached = whole(self.timings, "cache_n")
         if cached is not None and self.prompt_tokens is not None and cached > self.prompt_tokens:
             raise MeasurementRefused(
                 "usage", f"{cached} of {self.prompt_tokens} prompt tokens were cached"
@@ -576,6 +596,17 @@ class _Reader:
         return known[source], source
 
 
+def _refuse(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON's")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits} is too large for a number")
+    return value
+
+
 def _table(value: Any, name: str) -> dict[str, Any]:
     """Return an object of an event, an empty one for null; refuse anything else."""
     if value is None:
@@ -585,8 +616,12 @@ def _table(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
-def _whole(table: Mapping[str, Any], name: str) -> int | None:
-    """Return a count, None where there is none; refuse what counts no tokens."""
+def whole(table: Mapping[str, Any], name: str) -> int | None:
+    """Return a server's count, None where there is none.
+
+    Raises:
+        MeasurementRefused: kind `usage`: it is no whole number from 0 to 2^53.
+    """
     value = table.get(name)
     if value is None:
         return None

@@ -24,6 +24,8 @@ _FOREVER_S = 86400.0
 class WireTransport(httpx.BaseTransport):
     """One thread's transport over `measure.wire`, with keep-alive.
 
+    A request's extension `deadline_ns` bounds it as a whole, beside httpx's timeouts of a wait.
+
     Args:
         stop: ends whatever runs once it is set.
         deadline_ns: no request lives longer (`time.monotonic_ns`); None for no such bound.
@@ -93,6 +95,7 @@ class WireTransport(httpx.BaseTransport):
         """Move on by one event; raise where the request's time is up."""
         before = len(exchange.reads)
         until = time.monotonic_ns() + int(wait * 1e9)
+        until = min(until, request.extensions.get("deadline_ns", until))
         while len(exchange.reads) == before and not exchange.finished:
             self._loop.turn(min(0.1, max(0.0, (until - time.monotonic_ns()) / 1e9)))
             if self._loop.stop is not None and self._loop.stop.is_set():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import ssl
@@ -26,6 +27,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
 
+from pytest_dsv41.address import Address, parse_url
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.text import one_line
 
@@ -62,8 +64,11 @@ _AWAY_NS: Final = 1_000_000
 _PROMPT_NS: Final = 300_000
 """A read this soon after its packets came cannot have let many of them queue."""
 _LAST_CHUNK: Final = b"0\r\n\r\n"
+_AFTER_THE_END: Final = "bytes after the response's end"
 _LATER_MAX: Final = 1 << 20
 _DONE_GRACE_NS: Final = 2_000_000_000
+_TOKEN: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_DONE_LINE: Final = re.compile(rb"(?:\A|[\r\n])data: *\[DONE\]\s*\Z")
 
 
 class Failure(NamedTuple):
@@ -98,43 +103,6 @@ _Noted = TypeVar("_Noted", bound=tuple[Any, ...])
 
 # What a named tuple's own constructor does, without its cost in the loop that must be prompt.
 _noted = cast("Callable[[type[_Noted], tuple[Any, ...]], _Noted]", tuple.__new__)
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where to connect, and what to ask for there."""
-
-    scheme: str
-    host: str
-    port: int
-    path: str
-
-    @property
-    def host_header(self) -> str:
-        """The value of the Host header."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        default = 443 if self.scheme == "https" else 80
-        return host if self.port == default else f"{host}:{self.port}"
-
-
-def parse_url(url: str) -> Address:
-    """Split an http or https URL.
-
-    Raises:
-        UsageError: another scheme, no host, or a port that is none.
-    """
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise UsageError(f"{one_line(url)}: {one_line(str(error), 120)}") from None
-    path = parts.path + (f"?{parts.query}" if parts.query else "")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(
-            f"{one_line(url)}: not a server address; valid: http://host:port, https://…, unix:PATH"
-        )
-    default = 443 if parts.scheme == "https" else 80
-    return Address(parts.scheme, parts.hostname, default if port is None else port, path or "/")
 
 
 def _refuse_proxy(scheme: str, host: str) -> None:
@@ -189,8 +157,9 @@ class Call:
         if (self.body or self.method == "POST") and "content-length" not in names:
             lines.append(f"Content-Length: {len(self.body)}")
         for name, value in self.headers.items():
-            if any(char in f"{name}{value}" for char in "\r\n\0"):
-                raise UsageError(f"header {one_line(name)}: a line break or NUL in it")
+            if not _TOKEN.fullmatch(name) or not (value.isascii() and value.isprintable()):
+                # Its value may be a secret.
+                raise UsageError(f"header {one_line(name)}: name or value is none of HTTP's")
             lines.append(f"{name}: {value}")
         return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + self.body
 
@@ -220,6 +189,8 @@ class Framing:
             return data
         if self._state == "length":
             return self._take_length(data)
+        if self.done and data:
+            raise ValueError(_AFTER_THE_END)
         if self._state == "chunked" and self._left == -1 and not self._buffer:
             whole = _one_chunk(data)
             if whole is not None:
@@ -243,11 +214,11 @@ class Framing:
         return self.done
 
     def _take_length(self, data: bytes) -> bytes:
-        if self._left <= len(data):
-            self.done = True
-        taken = data[: self._left]
-        self._left -= len(taken)
-        return taken
+        if self._left < len(data):
+            raise ValueError(_AFTER_THE_END)
+        self._left -= len(data)
+        self.done = self._left == 0
+        return data
 
     def _read_head(self) -> bool:
         while True:
@@ -267,8 +238,9 @@ class Framing:
     def _parse_head(self, head: str) -> None:
         first, *lines = head.split("\r\n")
         version, _, rest = first.partition(" ")
-        code = rest[:3]
-        if not version.startswith("HTTP/1.") or not (code.isascii() and code.isdigit()):
+        code = rest.partition(" ")[0]
+        known = version in ("HTTP/1.0", "HTTP/1.1")
+        if not known or len(code) != 3 or not (code.isascii() and code.isdigit()):
             raise ValueError(f"not an HTTP/1 status line: {one_line(first, 60)}")
         self.status = int(code)
         self.headers = {}
@@ -284,15 +256,17 @@ class Framing:
         self.keep_alive = "close" not in words and (version != "HTTP/1.0" or "keep-alive" in words)
 
     def _choose_body(self) -> None:
-        encoding = self.headers.get("transfer-encoding", "").lower()
+        encoding = self.headers.get("transfer-encoding")
         length = self.headers.get("content-length")
         if self.method == "HEAD" or self.status in (204, 304):
             self._state, self._left, self.done = "length", 0, True
-        elif encoding.endswith("chunked"):
+        elif encoding is not None:
+            # Nothing else was asked for (no TE header), and a length beside it is a contradiction.
+            if encoding.lower() != "chunked" or length is not None:
+                beside = "" if length is None else " beside a content length"
+                raise ValueError(f"transfer encoding {one_line(encoding, 40)!r}{beside}")
             self._state = "chunked"
             self._left = -1
-        elif encoding:
-            raise ValueError(f"transfer encoding {one_line(encoding, 40)}")
         elif length is not None:
             sizes = {part.strip() for part in length.split(",")}
             size = sizes.pop()
@@ -329,6 +303,8 @@ class Framing:
                     break
                 self.done = end == at
                 at = end + 2
+                if self.done and at < len(buffer):
+                    raise ValueError(_AFTER_THE_END)
             else:
                 have = len(buffer) - at
                 if have >= self._left:
@@ -437,6 +413,15 @@ class Connection:
         except OSError:
             return False
         return False  # closed by the server, or bytes nobody asked for
+
+    def spoke_first(self) -> bool:
+        """Whether bytes lie there that nobody asked for: no answer to what is written next."""
+        if not self.plain:
+            return False  # TLS hands out tickets of its own accord
+        try:
+            return bool(self.sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Close the socket; the server sees the client leave."""
@@ -664,11 +649,13 @@ class Exchange:
         if self.body_size > limits.body:
             self.fail("too-long", f"the answer is longer than {limits.body} bytes: cut")
         if limits.events is not None:
-            self.data_lines += body.count(b"data:")
+            lines = body.count(b"data:")
+            self.data_lines += lines
             if self.data_lines > limits.events:
                 self.fail("too-long", f"the answer has over {limits.events} events: cut")
-            if body[-24:].rstrip().endswith((b"data: [DONE]", b"data:[DONE]")):
-                self.done_seen_ns = now
+            if lines:
+                # Text that was cut behind these words is no end: more data follows it.
+                self.done_seen_ns = now if _DONE_LINE.search(body[-32:]) else 0
 
     def _end(self, now: int) -> None:
         self.finished = True
@@ -865,7 +852,9 @@ class Loop:
         exchange.turns, exchange.connection.last_turn = self._turns, -1
         exchange.connection.last_recv_ns = time.monotonic_ns()
         exchange.offset_ns = self.sample_offset()
-        pending = exchange.begin()
+        if exchange.connection.spoke_first():
+            exchange.fail("not-http", "the server spoke before it was asked")
+        pending = not exchange.finished and exchange.begin()
         if exchange.finished:
             self._ended += 1
             return
@@ -1009,7 +998,7 @@ class Loop:
             if not exchange.reads:
                 continue
             silent = now - exchange.reads[-1].at_ns
-            if exchange.done_seen_ns and silent > _DONE_GRACE_NS:
+            if exchange.done_seen_ns and now - exchange.done_seen_ns > _DONE_GRACE_NS:
                 exchange.finished = True
                 exchange.end_ns = exchange.done_seen_ns
             elif exchange.under_way and silent > exchange.call.limits.stall_s * 1e9:

@@ -422,12 +422,18 @@ def _reply(raw: bytes) -> _Reply:
             field=field,
             finish=one_line(str(choice.get("finish_reason")), 40),
             calls=tuple(call for call in calls if isinstance(call, dict)),
-            prompt_tokens=int(usage.get("prompt_tokens", -1)),
+            prompt_tokens=_count(usage.get("prompt_tokens")),
             timings=body.get("timings") if isinstance(body.get("timings"), dict) else None,
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         told = one_line(raw[:1000].decode("utf-8", "replace"), 100)
         return _Reply(0, f"the answer is no chat: {told}")
+
+
+def _count(value: Any) -> int:
+    """A count of tokens, -1 where the server tells none."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
+    return value if whole else -1
 
 
 def _text(value: Any) -> str:

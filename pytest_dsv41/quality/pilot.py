@@ -21,7 +21,7 @@ from ..errors import MeasurementFailed, MeasurementRefused, UsageError
 from ..identity import prompt_identity
 from ..measure.cell import Sampling
 from ..measure.corpus import text_sha256
-from ..measure.group import Endpoint, Progress
+from ..measure.group import Endpoint, Progress, Reader
 from ..measure.seeded import SEEDED_CELLS, SeededCell, SeededResult, check_seeds, run_seeded_cell
 from ..text import one_line
 from .aa_compare import START_SCHEMA
@@ -143,6 +143,24 @@ def run_start(
     """
     if start not in STARTS:
         raise UsageError(f"start {one_line(start, 20)!r}; valid: A, B")
+    with Reader() as reader:
+        return _run_start(
+            endpoint, plan, reader, start, deadline_s, salt, commit, clock_cap_mhz, stop, progress
+        )
+
+
+def _run_start(
+    endpoint: Endpoint,
+    plan: PilotPlan,
+    reader: Reader,
+    start: str,
+    deadline_s: float,
+    salt: str | None,
+    commit: str | None,
+    clock_cap_mhz: int | None,
+    stop: threading.Event | None,
+    progress: Callable[[str], None],
+) -> tuple[dict[str, Any], Probe | None]:
     until = time.monotonic() + deadline_s
     salt = salt or f"aa-pilot-{secrets.token_hex(8)}"
     definitions = {cell.name: cell_definition(cell) for cell in plan.cells}
@@ -165,6 +183,7 @@ def run_start(
                 deadline_s=max(0.0, until - time.monotonic()),
                 stop=stop,
                 progress=told,
+                reader=reader,
             )
         except (MeasurementRefused, MeasurementFailed) as error:
             if error.kind in ("stopped", "deadline"):

@@ -35,6 +35,8 @@ _MOST_UNSENT = 4 << 20
 _IDLE = 0.003
 _SO_TIMESTAMPNS = 35  # asm-generic; the constant is not in every Python
 _TIMESPEC = struct.Struct("@ll")
+_PACKET = bytes(512)
+_COLD_NS = 1_000_000
 _numbers = itertools.count(1)
 
 
@@ -178,6 +180,25 @@ class Loop:
         self._wake_out.setblocking(False)
         self.watch(self._wake_in.fileno(), select.EPOLLIN, self._woken)
         self.connections: set[Connection] = set()
+        self._own = _own_pair()
+        self._sent_ns = 0
+
+    def warm_up(self) -> int:
+        """Make the next write a prompt one, and return the monotonic nanosecond after it.
+
+        After a wait the processor has forgotten the kernel's way of a packet: the first one takes
+        some 40 µs from the call to the wire, the next one 5. So one goes to ourselves first, and
+        the time before a write is the time when its bytes leave.
+        """
+        now = time.monotonic_ns()
+        if now - self._sent_ns > _COLD_NS and self._own:
+            out, back = self._own
+            with contextlib.suppress(OSError):
+                out.send(_PACKET)
+                back.recv(_CHUNK)
+            now = time.monotonic_ns()
+        self._sent_ns = now
+        return now
 
     def soon(self, call: Callable[[], None]) -> None:
         """Run `call` in the loop's next turn. Only from the loop's own thread."""
@@ -239,6 +260,8 @@ class Loop:
             connection.close()
         self._wake_in.close()
         self._wake_out.close()
+        for own in self._own:
+            own.close()
         self._epoll.close()
 
     def _turn(self) -> None:
@@ -278,6 +301,23 @@ class Loop:
     def _woken(self, _events: int) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake_in.recv(4096)
+
+
+def _own_pair() -> tuple[socket.socket, ...]:
+    """Two ends of a connection to ourselves over loopback TCP; none where that cannot be."""
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as listener:
+        out = socket.create_connection(listener.getsockname(), timeout=1.0)
+        listener.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            back, peer = listener.accept()
+            if peer == out.getsockname():
+                out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                out.setblocking(False)
+                back.setblocking(False)
+                return out, back
+            back.close()
+        out.close()
+    return ()
 
 
 Sent = Callable[["Connection", object, int, int, int, int], None]
@@ -353,7 +393,7 @@ class Connection:
             if not self.closed:
                 self._unsent += data
             return time.monotonic_ns()
-        before = time.monotonic_ns()
+        before = self._loop.warm_up()
         try:
             count = self._sock.send(data)
         except self._not_yet:

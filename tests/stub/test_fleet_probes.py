@@ -184,6 +184,13 @@ def test_one_effort_that_is_refused_is_a_failure() -> None:
     assert answer.evidence == "low 200, medium 200, high 200, xhigh 400; unknown effort"
 
 
+@pytest.mark.parametrize("count", [float("inf"), float("nan"), "x", [3], 10**400, True])
+def test_a_count_that_is_none_ends_no_probe(count: Any) -> None:
+    with scripted(_say(content="3", usage={"prompt_tokens": count})) as url:
+        answers = fleet_probe(url, engine="vllm", probes=("efforts", "json_object"))
+    assert statuses(answers) == {"efforts": "NOT OFFERED", "json_object": "FAIL"}
+
+
 def test_a_server_that_does_not_answer_fails_by_the_deadline() -> None:
     with scripted(lambda _body: None) as url:
         (answer,) = fleet_probe(url, engine="vllm", probes=("tools",), deadline_s=0.5)
@@ -263,6 +270,7 @@ class scripted:
                     if "timings" in message:
                         drafted, accepted = message.pop("timings")
                         whole["timings"] = {"draft_n": drafted, "draft_n_accepted": accepted}
+                    whole["usage"] = message.pop("usage", None)
                     whole["choices"] = [{"message": message, "finish_reason": "stop"}]
                     self.answer(200, whole)
 

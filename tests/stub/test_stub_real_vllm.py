@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from stub_wire import Reply, get, post
 
 from pytest_dsv41.stub import serve
+from tests.real_vllm import NGRAM, serving
 
 PYTHON = os.environ.get("DSV41_VLLM_PYTHON", "")
 pytestmark = [
@@ -26,91 +22,12 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="DSV41_VLLM_PYTHON names no Python with vLLM"),
 ]
 JSON = {"content-type": "application/json"}
-MODEL = """
-import sys
-from pathlib import Path
-from tokenizers import ByteLevelBPETokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-folder, text = Path(sys.argv[1]), Path(sys.argv[2]).read_text()
-import torch
-torch.manual_seed(0)
-bpe = ByteLevelBPETokenizer()
-bpe.train_from_iterator([text], vocab_size=512, special_tokens=["<s>", "</s>"])
-bpe.save(str(folder / "bpe.json"))
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_file=str(folder / "bpe.json"), bos_token="<s>", eos_token="</s>"
-)
-tokenizer.chat_template = "{% for m in messages %}{{m['role']}}: {{m['content']}}\\n{% endfor %}a:"
-tokenizer.save_pretrained(folder)
-LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=1024,
-        bos_token_id=0, eos_token_id=1,
-    )
-).save_pretrained(folder)
-"""
-SERVE = [
-    "--served-model-name",
-    "tiny",
-    "--host",
-    "127.0.0.1",
-    "--max-model-len",
-    "1024",
-    "--max-num-seqs",
-    "4",
-    "--dtype",
-    "bfloat16",
-    "--enforce-eager",
-    "--enable-prompt-tokens-details",
-]
-DRAFTS = '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4,"prompt_lookup_min":1}'
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("vllm")
-    text = Path(__file__).resolve().parents[2] / "LICENSE"
-    offline = {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_SERVER_DEV_MODE": "1",
-    }
-    environment = {**os.environ, **offline}
-    subprocess.run(
-        [PYTHON, "-c", MODEL, str(folder), str(text)], check=True, env=environment, timeout=300
-    )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    argv = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *SERVE]
-    argv += ["--port", str(port), "--speculative-config", DRAFTS]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            argv, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + 300
-        while True:
-            assert process.poll() is None, (folder / "log").read_text()[-3000:]
-            assert time.monotonic() < end, (folder / "log").read_text()[-3000:]
-            try:
-                if get(url, "/health").status == 200:
-                    break
-            except OSError:
-                time.sleep(0.5)
+    with serving(PYTHON, tmp_path_factory.mktemp("vllm"), *NGRAM) as url:
         yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,21 @@ def test_json_holds_every_repeat_and_the_record_gives_it_again(
     assert again["values"]["ms_per_round"] == repeats[0]["values"]["ms_per_round"]
 
 
+def test_a_folder_that_cannot_take_the_records_is_said_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "old").mkdir()
+    kept = tmp_path / "old" / "measure-r0.jsonl"
+    kept.write_text("kept")
+    for place in ("file", "file/in", "old"):
+        where = str(tmp_path / place)
+        code, out = run(capsys, "measure", "http://127.0.0.1:1", "--record", where)
+        assert (code, len(out.strip().splitlines())) == (4, 1)
+        assert f"--record {where}: " in out
+    assert kept.read_text() == "kept"
+
+
 def test_a_failure_is_named_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     with stub() as served:
         served.faults("/v1/completions:error=mid:2")
@@ -98,6 +113,7 @@ def test_a_prompt_file_and_messages_are_what_is_sent(
         ["--deadline", "inf"],
         ["--deadline", "nan"],
         ["--deadline", "0"],
+        ["--concurrency", "100000000"],
     ],
 )
 def test_wrong_use_is_one_line_and_exit_4(
@@ -131,8 +147,10 @@ def test_a_wrong_address_is_one_line_and_exit_4(
         ("--messages", b'[{"role": "user", "content": "caf\xe9"}]'),
         ("--messages", b'[{"role": "user", "content": "\\ud800"}]'),
         ("--messages", b"[" * 99999),
+        ("--messages", b'[{"role": "user", "content": "a", "x": NaN}]'),
+        ("--messages", b"[]"),
     ],
-    ids=["latin-1", "latin-1-json", "surrogate", "deep"],
+    ids=["latin-1", "latin-1-json", "surrogate", "deep", "nan", "none"],
 )
 def test_a_file_that_cannot_be_sent_is_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, content: bytes
@@ -199,6 +217,39 @@ def test_a_tokenizer_that_cannot_be_trusted_cuts_nothing(
     assert told in out
     assert len(out.strip().splitlines()) == 1
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--cut", "a=\u0663"], "write NAME=TOKENS"),
+        (["--cut", "a=0"], "write NAME=TOKENS"),
+        (["--cut", "a/b=3"], "no name"),
+        (["--cut", "a=3", "--cut", "a=4"], "of this name"),
+    ],
+)
+def test_a_wrong_cut_is_one_line_before_anything_is_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], told: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a b c")
+    there = ["corpus", "cut", "http://127.0.0.1:1", str(text), str(tmp_path / "c")]
+    code, out = run(capsys, *there, *words)
+    assert (code, len(out.strip().splitlines())) == (4, 1)
+    assert told in out
+    text.write_bytes(b"caf\xe9")
+    code, out = run(capsys, *there, "--cut", "a=3")
+    assert (code, len(out.strip().splitlines())) == (4, 1)
+    assert f"{text}: not UTF-8" in out
+
+
+def test_what_the_server_does_not_tell_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with stub(draft_tokens=0, round_ms=4.0) as served:
+        code, out = run(capsys, "measure", served.url, "--max-tokens", "6")
+    assert code == 0
+    assert "None" not in out
+    assert "accepted of" not in out
+    assert "6 tokens, 5 rounds, 0 of " in out
 
 
 def test_every_command_says_what_it_does() -> None:

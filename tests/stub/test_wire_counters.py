@@ -113,6 +113,7 @@ def test_counters_that_lag_are_waited_for() -> None:
         ("/metrics:metrics-missing=vllm:generation_tokens_total", "refused:missing-family"),
         ("/metrics:metrics-missing=vllm:request_success_total", "refused:missing-family"),
         ("/metrics:metrics-missing=vllm:request_decode_time_seconds", "refused:missing-family"),
+        ("/metrics:metrics-missing=vllm:prompt_tokens_total", "refused:missing-family"),
         ("/metrics:metrics-nan=vllm:generation_tokens_total", "refused:bad-counter"),
         ("/metrics:metrics-inf=vllm:request_success_total", "refused:bad-counter"),
         ("/metrics:metrics-garbage", "refused:"),
@@ -175,6 +176,37 @@ def test_prefix_hits_prove_it_where_usage_has_no_details() -> None:
         result = measure(served, tokens=4)
         assert result.streams[0].cached_tokens is None
         assert result.server.cached_tokens == 0
+
+
+def test_a_cache_that_nothing_tells_of_is_refused_unless_it_does_not_matter() -> None:
+    gone = "/metrics:metrics-missing=vllm:prefix_cache_hits_total"
+    with stub(prompt_tokens_details=False) as served:
+        for cache in ("cold", "fill", "warm"):
+            assert kind_of(served, gone, tokens=4, cache=cache) == "refused:cache-unproved"
+        assert kind_of(served, gone, tokens=4, cache="any") == "measured"
+
+
+@pytest.mark.parametrize("name", ["drafts", "draft_tokens", "accepted_tokens"])
+def test_a_speculative_family_that_is_gone_makes_no_plain_server(name: str) -> None:
+    with stub(draft_tokens=3) as served:
+        gone = f"/metrics:metrics-missing=vllm:spec_decode_num_{name}_total"
+        assert kind_of(served, gone, tokens=20) == "refused:missing-family"
+
+
+def test_what_the_streams_tell_of_themselves_is_held_against_the_counters() -> None:
+    with stub(draft_tokens=3, per_request_metrics=True, per_request_spec="summary") as served:
+        result = measure(served, count=2, tokens=20)
+        judged = (get_engine("vllm"), ["cold"] * 2)
+        for metrics, kind in (
+            ({"generation_time_ms": 1e6}, "clocks"),
+            ({"speculative_decoding": {"num_accepted_draft_tokens": 99}}, "identity"),
+            ({"speculative_decoding": {"num_accepted_draft_tokens": "x"}}, "usage"),
+        ):
+            first, second = result.streams
+            told = [replace(first, metrics={**first.metrics, **metrics}), second]
+            with pytest.raises(MeasurementRefused) as refused:
+                evaluate(*judged, told, result.before, result.after)
+            assert refused.value.kind == kind
 
 
 def test_server_time_that_contradicts_the_clients_refuses() -> None:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 from wire_groups import COMPLETIONS, at, kind_of, left, measure, one, requests, stub
 
+from pytest_dsv41.engines import Server
 from pytest_dsv41.measure import StreamRecord
+from pytest_dsv41.measure.metrics import values_of
 from pytest_dsv41.measure.wire import Call, Exchange, Limits, Loop
 from pytest_dsv41.stub import Serving
 
@@ -71,11 +73,15 @@ def test_tokens_are_usage_and_not_the_number_of_chunks(served: Serving) -> None:
 
 
 def test_a_first_event_of_five_tokens_leaves_the_divisor(served: Serving) -> None:
-    result = measure(served, "step-tokens=5;1;1;1;1;1", "round-ms=30", tokens=10)
-    (stream,) = result.streams
+    stream = one(served, "step-tokens=5;1;1;1;1;1", "round-ms=30", tokens=10)
     assert stream.first_tokens == 5
+    values, _ = values_of([stream], Server(requests=1, tokens=10))
     span = (stream.last_token_ns - stream.first_token_ns) / 1e9
-    assert result.values["decode_tok_s"].value == pytest.approx(5 / span)
+    assert values["decode_tok_s"].value == pytest.approx(5 / span)
+
+
+def test_five_tokens_in_a_step_of_a_server_without_drafts_are_refused(served: Serving) -> None:
+    assert kind_of(served, "step-tokens=5;1;1;1;1;1", tokens=10) == "refused:identity"
 
 
 def test_the_first_token_is_no_interval(served: Serving) -> None:

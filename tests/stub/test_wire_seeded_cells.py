@@ -191,8 +191,8 @@ def test_a_record_gives_the_values_again(tmp_path: Path, engine: str, record: st
             )
             line["after"]["values"][name] += 0.01
         if line["kind"] == "stream" and engine == "llamacpp":
+            # Of a record with bytes the bytes say otherwise.
             line["timings"]["predicted_ms"] += 1.0
-            line.pop("raw", None)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert not replay(path).same
 

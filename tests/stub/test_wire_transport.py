@@ -274,9 +274,23 @@ def test_a_connection_the_server_closed_is_not_used_again() -> None:
         thread.join()
 
 
-def test_a_header_cannot_smuggle_a_line() -> None:
-    with pytest.raises(UsageError):
-        Call("http://h/", headers={"X-A": "b\r\nX-C: d"}).encode()
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-A", "hush\r\nX-C: d"),
+        ("X-A", "hush\0"),
+        ("X-A", "hush\u00e9"),
+        ("X A", "hush"),
+        ("", "hush"),
+    ],
+)
+def test_what_is_no_header_is_refused_and_its_value_not_shown(name: str, value: str) -> None:
+    with_it = Endpoint("http://127.0.0.1:1", headers={name: value})
+    for wrong in (lambda: Call("http://h/", headers={name: value}).encode(),
+                  lambda: measure_group(with_it, requests(), deadline_s=5)):  # fmt: skip
+        with pytest.raises(UsageError, match="none of HTTP's") as refused:
+            wrong()
+        assert "hush" not in str(refused.value)
 
 
 def test_the_writes_end_and_gap_are_recorded_for_a_long_prompt() -> None:

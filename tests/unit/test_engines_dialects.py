@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from pytest_dsv41.address import parse_url
 from pytest_dsv41.engines import InBand, Snapshot, engine_names, get_engine
 from pytest_dsv41.engines.base import base_url, check_url
 from pytest_dsv41.engines.counters import read_samples
 from pytest_dsv41.errors import MeasurementRefused, UsageError
+from pytest_dsv41.measure import Endpoint
+from pytest_dsv41.measure.wire import Call
 
 NAME = 'model_name="a \\"b\\" /c"'
 
@@ -40,6 +47,7 @@ def vllm_text(
             f'vllm:request_success_total{{{label},finished_reason="length"}} {success * part}',
             f'vllm:request_success_total{{{label},finished_reason="abort"}} 0.0',
             f"vllm:generation_tokens_total{{{label}}} {tokens * part}",
+            f"vllm:prompt_tokens_total{{{label}}} {5 * success * part}",
             f"vllm:request_decode_time_seconds_sum{{{label}}} {decode_s * part}",
             f"vllm:request_decode_time_seconds_count{{{label}}} {success * part}",
             f'vllm:request_decode_time_seconds_bucket{{{label},le="+Inf"}} {success * part}',
@@ -50,6 +58,7 @@ def vllm_text(
                 "# TYPE vllm:spec_decode_num_drafts counter",
                 f"vllm:spec_decode_num_drafts_total{{{label}}} {drafts * part}",
                 f"vllm:spec_decode_num_drafts_created{{{label}}} {created}",
+                f"vllm:spec_decode_num_draft_tokens_total{{{label}}} {2 * drafts * part}",
                 f"{name}_total{{{label}}} {sum(accepted) * part}",
                 f"{name}_created{{{label}}} {created}",
             ]
@@ -113,6 +122,116 @@ def test_what_counters_refuse(after: dict[str, object], kind: str) -> None:
     with pytest.raises(MeasurementRefused) as refused:
         get_engine("vllm").account(before, look(vllm_text(**given)), done(40))  # type: ignore[arg-type]
     assert refused.value.kind == kind
+
+
+def without(text: str, family: str) -> str:
+    return "".join(line for line in text.splitlines(True) if not line.startswith(family))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "vllm:request_success_total",
+        "vllm:generation_tokens_total",
+        "vllm:prompt_tokens_total",
+        "vllm:request_decode_time_seconds_sum",
+        "vllm:num_requests_running",
+    ],
+)
+def test_a_family_that_every_server_has_is_named_when_it_is_gone(family: str) -> None:
+    with pytest.raises(MeasurementRefused, match=family) as refused:
+        look(without(vllm_text(), family))
+    assert refused.value.kind == "missing-family"
+
+
+@pytest.mark.parametrize("gone", ["drafts", "draft_tokens", "accepted_tokens_total"])
+def test_half_of_the_speculative_families_are_no_speculation(gone: str) -> None:
+    family = f"vllm:spec_decode_num_{gone}"
+    before = look(without(vllm_text(drafts=0, accepted=(0, 0)), family))
+    text = vllm_text(success=1, tokens=40, drafts=20, accepted=(10, 2), decode_s=1)
+    with pytest.raises(MeasurementRefused, match=family) as refused:
+        get_engine("vllm").account(before, look(without(text, family)), done(40))
+    assert refused.value.kind == "missing-family"
+
+
+OUTPUTS = "vllm:inter_token_latency_seconds_count"
+
+
+@pytest.mark.parametrize(("outputs", "fits"), [(39, True), (27, False), (40, False)])
+def test_engine_outputs_are_the_rounds_of_a_server_that_tells_no_drafts(
+    outputs: int, fits: bool
+) -> None:
+    # 40 tokens in 27 steps after the first were drafted, whatever the counters leave out.
+    before = look(vllm_text() + f"{OUTPUTS} 0\n")
+    after = look(vllm_text(success=1, tokens=40, decode_s=1) + f"{OUTPUTS} {outputs}\n")
+    if fits:
+        assert get_engine("vllm").account(before, after, done(40)).rounds == 39
+        return
+    with pytest.raises(MeasurementRefused, match=OUTPUTS) as refused:
+        get_engine("vllm").account(before, after, done(40))
+    assert refused.value.kind == "identity"
+
+
+def test_rounds_without_the_count_of_outputs_are_said_to_be_unproved() -> None:
+    before = look(vllm_text(drafts=0, accepted=(0, 0)))
+    after = look(vllm_text(success=1, tokens=40, drafts=20, accepted=(10, 2), decode_s=1))
+    assert get_engine("vllm").account(before, after, done(40)).notes == ("rounds-unproved",)
+
+
+def test_prompt_tokens_that_are_not_the_streams_are_somebody_elses() -> None:
+    before, after = look(vllm_text()), look(vllm_text(success=1, tokens=40, decode_s=1))
+    told = [InBand(prompt_tokens=4, completion_tokens=40, cached_tokens=0)]
+    with pytest.raises(MeasurementRefused, match="vllm:prompt_tokens_total moved by 5") as refused:
+        get_engine("vllm").account(before, after, told)
+    assert refused.value.kind == "foreign-request"
+
+
+@pytest.mark.parametrize("place", ["x", "-1", "²", ""])
+def test_a_position_that_is_none_is_refused_by_name(place: str) -> None:
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    texts = [
+        vllm_text(success=n, tokens=40 * n, drafts=20 * n, accepted=(10 * n,), decode_s=n).replace(
+            'position="0"', f'position="{place}"'
+        )
+        for n in (0, 1)
+    ]
+    with pytest.raises(MeasurementRefused, match=name) as refused:
+        get_engine("vllm").account(look(texts[0]), look(texts[1]), done(40))
+    assert refused.value.kind == "identity"
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, 2**53 + 2])
+def test_a_count_that_is_no_whole_number_is_refused_by_name(value: float) -> None:
+    with pytest.raises(MeasurementRefused, match="vllm:generation_tokens_total") as refused:
+        look(vllm_text(tokens=value))
+    assert refused.value.kind == "bad-counter"
+
+
+def test_metrics_that_end_in_the_middle_of_a_line_are_refused() -> None:
+    with pytest.raises(MeasurementRefused, match="middle of a line") as refused:
+        look(vllm_text(tokens=1234)[:-3])
+    assert refused.value.kind == "bad-counter"
+
+
+@pytest.mark.parametrize("coding", ["x-gzip2", "identity, rot13", "compress"])
+def test_metrics_in_a_coding_nobody_asked_for_are_refused(coding: str) -> None:
+    def respond(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, text=vllm_text(), headers={"Content-Encoding": coding})
+
+    with answering(respond) as client, pytest.raises(MeasurementRefused) as refused:
+        get_engine("vllm").scrape("http://server", client=client)
+    assert refused.value.kind == "no-counters"
+    assert coding.rpartition(" ")[2] in str(refused.value)
+
+
+def test_metrics_in_a_coding_that_was_asked_for_are_read() -> None:
+    def respond(_: httpx.Request) -> httpx.Response:
+        packed = gzip.compress(vllm_text(tokens=7).encode())
+        return httpx.Response(200, content=packed, headers={"Content-Encoding": "GZIP"})
+
+    with answering(respond) as client:
+        seen = get_engine("vllm").scrape("http://server", client=client)
+    assert seen.values["vllm:generation_tokens_total"] == 7
 
 
 def test_a_counter_that_falls_is_a_reset() -> None:
@@ -183,6 +302,31 @@ def test_llamacpp_foreign_tokens_refuse(after: dict[str, int]) -> None:
     assert refused.value.kind == "foreign-request"
 
 
+@pytest.mark.parametrize(
+    ("timings", "after", "kind"),
+    [
+        ({"predicted_ms": None}, {}, "no-timings"),
+        ({"predicted_ms": -1.0}, {}, "no-timings"),
+        ({"prompt_n": None}, {}, "no-timings"),
+        ({"prompt_n": 15}, {"prompt": 15}, "identity"),
+        ({"draft_n": 4, "draft_n_accepted": 5}, {"drafted": 4, "accepted": 5}, "identity"),
+        ({"draft_n": 14, "draft_n_accepted": 14}, {"drafted": 14, "accepted": 14}, "identity"),
+        ({}, {"steps": 3}, "identity"),
+    ],
+)
+def test_llamacpp_timings_that_cannot_be_are_refused(
+    timings: dict[str, float | None], after: dict[str, int], kind: str
+) -> None:
+    told = timed(12, 16)
+    given = {
+        name: value for name, value in {**told.timings, **timings}.items() if value is not None
+    }
+    moved = {"prompt": 16, "tokens": 12, "steps": 12} | after
+    with pytest.raises(MeasurementRefused) as refused:
+        get_engine("llamacpp").account(llama(), llama(**moved), [replace(told, timings=given)])
+    assert refused.value.kind == kind
+
+
 def test_llamacpp_without_metrics_says_how_to_get_them() -> None:
     with (
         answering(lambda _: httpx.Response(501, text="{}")) as client,
@@ -251,17 +395,43 @@ def test_a_servers_address_is_taken_as_it_is(url: str) -> None:
     assert check_url(url) == url
 
 
-@pytest.mark.parametrize(
+WRONG_ADDRESS = pytest.mark.parametrize(
     "url",
     [
         "", "h:1", "ftp://h", "http://", "http://[::1", "http://h:99999", "http://h:0", "http://h:x",
         "http://h?a=1", "http://h#a", "http://h/?", "unix:", "http://h o", "http://h\n",
+        "http://h/\u00e9", "http://\u00e9", "http://300.1.1.1", "unix:a\0b",
     ],
 )  # fmt: skip
+
+
+@WRONG_ADDRESS
 def test_what_is_no_servers_address_is_a_usage_error(url: str) -> None:
     with pytest.raises(UsageError, match="valid: http://HOST:PORT") as wrong:
         check_url(url)
     assert len(str(wrong.value).splitlines()) == 1
+
+
+@WRONG_ADDRESS
+def test_an_endpoint_takes_what_a_server_address_may_be(url: str) -> None:
+    with pytest.raises(UsageError):
+        Endpoint(url)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.text("htps:/[]1.a@?#% \u00e9\0\n-_0", max_size=12).map(lambda end: f"http://{end}")
+    | st.from_regex(r"https?://[a-z0-9.-]{1,9}(:[0-9]{1,6})?(/[!-~]{0,6})?", fullmatch=True)
+)
+def test_an_address_that_is_taken_can_be_asked(url: str) -> None:
+    try:
+        Endpoint(url)
+    except UsageError:
+        return
+    address = parse_url(f"{base_url(url)}/v1/models")
+    asked = httpx.URL(f"{base_url(url)}/v1/models")
+    assert (address.host, address.path) == (asked.host, asked.raw_path.decode())
+    assert Call(f"{base_url(url)}/v1/models").encode().startswith(f"GET {address.path} ".encode())
 
 
 @pytest.mark.parametrize(

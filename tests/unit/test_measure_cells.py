@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 import pytest_dsv41.measure as measure_room
+from cells.test_decode import test_decode as decode_cells
+from cells.test_shared import ORDER
+from cells.test_shared import test_shared as shared_cells
+from cells.test_shared import test_shared_prefill as prefill_cells
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.measure import (
     METRICS,
@@ -221,8 +225,84 @@ def test_cuts_follow_one_another_and_are_the_longest_that_fit(tmp_path: Path) ->
     assert set(Corpus.load(tmp_path).cuts) == {"a", "b"}
 
 
+def words(piece: str) -> int:
+    return len(piece.split())
+
+
+TEXT = " ".join(f"word{i}" for i in range(200))
+
+
+def test_a_cut_overwrites_nothing_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(TEXT)
+    with pytest.raises(UsageError, match=r"book.txt: exists and is another text"):
+        cut_texts(TEXT, [("a", 10), ("book", 20)], words, tmp_path)
+    assert (tmp_path / "book.txt").read_text() == TEXT
+    assert not (tmp_path / "cuts.json").exists()
+
+
+def test_a_cut_that_was_ended_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pytest_dsv41.measure.cut.write_atomic", killed)
+        with pytest.raises(KeyboardInterrupt):
+            cut_texts(TEXT, [("a", 10), ("b", 20)], words, tmp_path)
+    assert (tmp_path / "b.txt").exists()
+    one, two = cut_texts(TEXT, [("a", 10), ("b", 20)], words, tmp_path)
+    corpus = Corpus.load(tmp_path)
+    assert [corpus.prompt(name).text for name in ("a", "b")] == [one.text, two.text]
+
+
+def test_two_cuts_into_one_corpus_at_a_time_keep_each_other(tmp_path: Path) -> None:
+    def count(piece: str) -> int:
+        if not (tmp_path / "cuts.json").exists():
+            cut_texts(TEXT, [("other", 5)], words, tmp_path)
+        return words(piece)
+
+    cut_texts(TEXT, [("a", 10)], count, tmp_path)
+    assert set(Corpus.load(tmp_path).cuts) == {"a", "other"}
+
+
+def test_a_tokenizer_that_counts_one_text_twice_and_differently_is_refused(tmp_path: Path) -> None:
+    looks: dict[str, int] = {}
+
+    def count(piece: str) -> int:
+        looks[piece] = looks.get(piece, 0) + 1
+        return words(piece) - (looks[piece] > 1)
+
+    with pytest.raises(MeasurementRefused, match="counted as 10 and as 9") as refused:
+        cut_texts(TEXT, [("a", 10)], count, tmp_path / "c")
+    assert refused.value.kind == "tokenize"
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "../a", "a/b", "é", "a b", "-a", "x" * 65, "a\n"])
+def test_a_name_that_is_no_files_is_said_before_anything_is_counted(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(UsageError, match="no name") as wrong:
+        cut_texts(TEXT, [("a", 10), (name, 10)], lambda _: pytest.fail("counted"), tmp_path)
+    assert len(str(wrong.value).splitlines()) == 1
+
+
+def test_a_folder_that_cannot_take_a_corpus_is_said_before_anything_is_counted(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path / "file", tmp_path / "file" / "c"):
+        with pytest.raises(UsageError, match="no folder that can be written to"):
+            cut_texts(TEXT, [("a", 10)], lambda _: pytest.fail("counted"), place)
+
+
 def built(size: int) -> str:
     return "x" * size
+
+
+def read(data: Path, name: str) -> str:
+    return (data / name).read_text()
 
 
 def test_a_built_prompt_must_hash_to_its_pin() -> None:
@@ -237,6 +317,31 @@ def test_a_built_prompt_must_hash_to_its_pin() -> None:
         with pytest.raises(MeasurementRefused) as refused:
             Cell("x", ("made",), 4, builders={"made": builder}).requests()
         assert refused.value.kind == kind
+
+
+def test_a_builder_reads_its_data_folder_and_its_place_is_no_part_of_the_cell(
+    tmp_path: Path,
+) -> None:
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "x.txt").write_text("hello")
+    cells = [
+        Cell("x", ("p",), 4, builders={"p": Builder(f"{__name__}:read", sha("hello"),
+                                                    {"name": "x.txt"}, tmp_path / place)})
+        for place in ("one", "two", "gone")
+    ]  # fmt: skip
+    assert [cell.requests()[0].prompt for cell in cells[:2]] == ["hello", "hello"]
+    assert cells[0].definition() == cells[1].definition()
+    with pytest.raises(MeasurementRefused, match="gone is not there") as refused:
+        cells[2].requests()
+    assert refused.value.kind == "prompt-unbuilt"
+
+
+def test_the_default_order_holds_no_cell_that_runs_only_when_named() -> None:
+    names = [cell.name for function in (shared_cells, prefill_cells, decode_cells)
+             for cell in function.__dsv41_cells__]  # fmt: skip
+    assert set(ORDER) <= set(names)
+    assert not any(name.startswith(("ctl-", "bridge-", "seeded-")) for name in ORDER)
 
 
 def test_metrics_have_the_orientation_of_the_rules() -> None:

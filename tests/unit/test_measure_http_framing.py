@@ -90,7 +90,14 @@ def test_a_head_request_has_no_body() -> None:
         b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
         HEAD + b"Content-Length: -1\r\n\r\n",
         HEAD + b"Content-Length: 1, 2\r\n\r\n",
+        b"HTTP/1.2 200 OK\r\n\r\n",
+        b"HTTP/1.1 2000 OK\r\n\r\n",
         HEAD + b"Transfer-Encoding: gzip\r\n\r\n",
+        HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n",
+        HEAD + b"Transfer-Encoding: unchunked\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n",
+        HEAD + b"Transfer-Encoding:\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\nabcd\r\n",
         b"x" * 70000,
@@ -99,6 +106,29 @@ def test_a_head_request_has_no_body() -> None:
 def test_what_is_not_http_is_said(data: bytes) -> None:
     with pytest.raises(ValueError):
         feed(data, 4096)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    body=st.binary(max_size=40),
+    more=st.binary(min_size=1, max_size=8),
+    cut=st.integers(0, 200),
+    chunked=st.booleans(),
+)
+def test_bytes_behind_a_response_are_no_part_of_it(
+    body: bytes, more: bytes, cut: int, chunked: bool
+) -> None:
+    chunk = f"{len(body):x}".encode() + b"\r\n" + body + b"\r\n" if body else b""
+    data = (
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + b"0\r\n\r\n"
+        if chunked
+        else HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+    )
+    assert feed(data, max(1, cut))[1].done
+    framing = Framing("GET")
+    framing.feed(data[:cut])
+    with pytest.raises(ValueError, match="after the response's end"):
+        framing.feed(data[cut:] + more)
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:x", "ftp://h", "h"])

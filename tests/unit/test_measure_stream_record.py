@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pytest_dsv41.engines import Server
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused
+from pytest_dsv41.measure.metrics import values_of
 from pytest_dsv41.measure.stream import StreamRecord, read_pieces
 from pytest_dsv41.measure.wire import Read
 
@@ -187,8 +190,11 @@ def test_llamacpp_counts_each_event_by_its_timings() -> None:
         b'data: {"choices": 5}\n\n',
         b'data: {"choices": ["x"]}\n\n',
         b"data: " + b"[" * 99999 + b"\n\n",
+        b'data: {"choices": [], "usage": {"completion_tokens": NaN}}\n\n',
+        b'data: {"choices": [], "timings": {"predicted_ms": 1e999}}\n\n',
+        b'data: {"choices": [], "metrics": {"generation_time_ms": -Infinity}}\n\n',
     ],
-    ids=["number", "string", "deep"],
+    ids=["number", "string", "deep", "nan", "too-large", "infinity"],
 )
 def test_an_event_of_another_shape_fails_by_name(event: bytes) -> None:
     with pytest.raises(MeasurementFailed) as failed:
@@ -207,7 +213,7 @@ def cached(count: Any) -> dict[str, Any]:
     return usage(prompt_tokens_details={"cached_tokens": count})
 
 
-WRONG_COUNTS = [True, -1, 2.5, 2**53 + 1, 10**400, "3", [3], float("nan")]
+WRONG_COUNTS = [True, -1, 2.5, 2**53 + 1, 10**400, "3", [3]]
 
 
 @pytest.mark.parametrize("value", WRONG_COUNTS, ids=lambda value: str(value)[:8])
@@ -246,6 +252,34 @@ def test_counts_at_their_bounds_and_absent_details_are_taken() -> None:
     assert large.prompt_tokens == 2**53
     absent = record(chunk("a", finish="stop", usage=None), usage(prompt_tokens_details=None))
     assert absent.cached_tokens is None
+
+
+def test_an_error_that_is_null_is_none() -> None:
+    assert record(chunk("a", finish="stop", error=None), total(1)).completion_tokens == 1
+
+
+def test_a_value_says_whose_stamps_it_rests_on() -> None:
+    stream = record(
+        chunk("a", usage={"completion_tokens": 1}),
+        chunk("b", finish="stop", usage={"completion_tokens": 2}),
+        total(2),
+    )
+    sources = ("kernel", "read")
+    events = tuple(
+        replace(event, source=source)
+        for event, source in zip(stream.events, (*sources, "kernel"), strict=True)
+    )
+    given = replace(stream, events=events, first_source="kernel")
+    server = Server(requests=1, tokens=2, decode_ms=10.0, accepted=0, cached_tokens=0)
+    values, _ = values_of([given], server)
+    assert {name: value.parts.get("stamps") for name, value in values.items()} == {
+        "ttft_ms": ["kernel"],
+        "prefill_tok_s": ["kernel"],
+        "decode_tok_s": ["kernel", "read"],
+        "client_tok_s": ["read"],
+        "ms_per_round": None,
+        "rounds": None,
+    }
 
 
 @pytest.mark.parametrize("reason", [0, 1.5, True, {"type": "stop"}, []])
