@@ -43,8 +43,10 @@ class Lease:
         self._path = campaign / "lease.json"
         self.epoch = 0
 
-    def acquire(self, owner: str, seconds: float, *, wait_s: float = 0.25) -> None:
+    def acquire(self, owner: str, seconds: float, *, wait_s: float = 0.25, above: int = 0) -> None:
         """Take the lease for `owner` until `seconds` from now, with the next epoch.
+
+        `above`: an epoch known to be used, where the campaign's own count was lost.
 
         Raises:
             RefusedByWorld: somebody else holds it; names the owner and for how long.
@@ -59,7 +61,7 @@ class Lease:
                     + (str(held) if held else "it has not said its name yet")
                 )
             time.sleep(0.01)
-        self.epoch = self.newest() + 1
+        self.epoch = max(self.newest(), above) + 1
         self._write(owner, seconds)
 
     def renew(self, owner: str, seconds: float) -> None:

@@ -59,7 +59,8 @@ def rollback_window(folder: Path, *, say: Callable[[str], None] = lambda _line: 
     campaign = Path(record.campaign)
     campaign.mkdir(parents=True, exist_ok=True)
     lease = Lease(campaign)
-    lease.acquire(f"unit rollback {record.window}", record.close_budget_s)
+    used = max((int(line.get("epoch", 0)) for line in journal.lines()), default=0)
+    lease.acquire(f"unit rollback {record.window}", record.close_budget_s, above=used)
     try:
         target, _ = record.build(folder, epoch=lease.epoch)
         assert isinstance(target, SystemdUnitTarget)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from pytest_dsv41.hosts import Probe
 from pytest_dsv41.unit.memory import law_against, parse_ledger
 from tests.lab.lab import Lab
 from tests.lab.pair import break_it
-from tests.lab.unit_host import DROP_IN, UNIT, LlamaHost, UnitHost
+from tests.lab.unit_host import DROP_IN, ENV_FILE, UNIT, LlamaHost, UnitHost
 from tests.lifecycle.running import Ended
 
 pytestmark = pytest.mark.slow
@@ -187,3 +190,61 @@ def test_a_real_llamacpp_with_f16_against_q8_0(lab: Lab, tmp_path: Path) -> None
     finally:
         lab.mend()
         unit.clean()
+
+
+def rollback(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest_dsv41", "unit", "rollback", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300.0,
+    )
+
+
+def test_a_rollback_needs_the_windows_folder_alone(unit: UnitHost) -> None:
+    with unit.start(at="start:X:end") as process:
+        unit.reached(process)
+        for keeper in unit.keepers():
+            keeper.kill()
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    unit.keepers_end()
+    assert unit.target().probe().state is Probe.DOWN
+    folder = Ended(0, "", unit.campaign).folder
+    # The campaign is lost, but for the window's own folder.
+    for path in unit.campaign.iterdir():
+        if path != folder:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    # A capture that was changed brings nothing back, and touches nothing.
+    capture = folder / "rollback.json"
+    kept, before = capture.read_bytes(), invocation(unit)
+    capture.write_bytes(kept.replace(b"dsv41-rollback-v1", b"dsv41-rollback-v2"))
+    done = rollback(folder)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "sha256 differs" in done.stderr
+    capture.write_bytes(kept)
+    # So does drift that is not the window's.
+    foreign = f"/etc/systemd/system/{UNIT}.d/10-new.conf"
+    unit.host.write(foreign, "[Service]\nNice=1\n")
+    unit.run_on_host("systemctl", "daemon-reload")
+    done = rollback(folder)
+    assert done.returncode == 13, done.stdout + done.stderr
+    assert "10-new.conf is new since the window's capture" in done.stderr
+    assert invocation(unit) == before
+    unit.host.remove(foreign)
+    unit.run_on_host("systemctl", "daemon-reload")
+
+    done = rollback(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{ENV_FILE}: {len(unit.environment)} bytes, sha256" in done.stdout
+    assert "to be undone: served.service runs as" in done.stdout
+    assert "restore RESTORED, watch PASS" in done.stdout
+    unit.assert_serving_and_nothing_left()
+
+    before = invocation(unit)
+    done = rollback(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 of 6 answers identical" in done.stdout
+    assert invocation(unit) == before
