@@ -211,12 +211,13 @@ def read_unit(
         fragment, drop_ins, hidden = reader.files(unit, manager, loaded)
         environment_files = reader.environment_files(loaded)
         again = reader.loaded(unit)
-        if (loaded.main_pid, loaded.invocation, loaded.fragment, loaded.drop_ins) == (
-            again.main_pid,
-            again.invocation,
-            again.fragment,
-            again.drop_ins,
-        ) and (running is not None or not process or not loaded.main_pid):
+        same = (loaded.fragment, loaded.drop_ins) == (again.fragment, again.drop_ins)
+        if process:
+            # The process and what is loaded must be of one and the same start.
+            same = same and loaded.main_pid == again.main_pid
+            same = same and loaded.invocation == again.invocation
+            same = same and bool(running) == bool(loaded.main_pid)
+        if same:
             return UnitFacts(
                 host.name,
                 unit,

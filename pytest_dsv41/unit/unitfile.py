@@ -35,7 +35,6 @@ __all__ = [
 _BLANK: Final = " \t\n\r"
 _LINE_END: Final = re.compile(rb"(?:\n\r?|\r\n?)\x00?|\x00")
 _NAME: Final = re.compile(r"[A-Za-z0-9:_.\\@-]{1,247}")
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # Keys that gather: each assignment adds, an empty one empties the list.
@@ -535,8 +534,8 @@ def _effect(
 
 def _sets_a_variable(word: str) -> bool:
     """Whether systemd takes it as NAME=VALUE; it passes over any other word."""
-    name, equals, value = word.partition("=")
-    return bool(equals and _VARIABLE.fullmatch(name) and not _CONTROL.search(value))
+    name, equals, _ = word.partition("=")
+    return bool(equals and _VARIABLE.fullmatch(name))
 
 
 def environment_of(held: Mapping[str, Sequence[Assignment]]) -> dict[str, tuple[str, Assignment]]:

@@ -58,6 +58,8 @@ _BEFORE_THE_PROGRAM: Final = {
 _EXITED: Final = 1
 _CODES: Final = {"exited": 1, "killed": 2, "dumped": 3}
 _RESULT: Final = re.compile(r"Failed with result|Start request repeated|Failed to start ")
+_LIMIT: Final = re.compile(r"Start request repeated too quickly")
+_SKIPPED: Final = re.compile(r"[Ss]kipped (because|due to)")
 _CHECKS: Final = ("ExecCondition", "ExecStartPre")
 
 
@@ -212,14 +214,14 @@ def explain(loaded: Loaded, journal: Sequence[JournalLine], *, now_us: int) -> W
             return Why("RUNNING", False, restarts, state + more, ())
         said = f"{state} for {lived:.0f} s, restarted {restarts} times before"
         return _fault(loaded, journal, ending, True, said)
-    limit = loaded.result == "start-limit-hit"
+    limit = loaded.active_state == "failed" and _over_the_limit(loaded, journal)
     looping = limit or loaded.sub_state.startswith("auto-restart") or restarts >= 2
     if limit:
         state += ", given up by the start limit"
     if not looping:
-        unmet = _unmet(loaded)
+        unmet = _unmet(loaded, journal)
         if unmet:
-            return Why("PREFLIGHT REFUSAL", False, restarts, f"{state}: {unmet}", ())
+            return Why("PREFLIGHT REFUSAL", False, restarts, f"{state}: {unmet}", _of_unit(journal))
         if loaded.active_state in ("activating", "deactivating"):
             return Why("STARTING", False, restarts, state, ())
         if loaded.result in ("success", "") and loaded.active_state == "inactive":
@@ -322,8 +324,22 @@ def _refuses_itself(ending: _Ending, journal: Sequence[JournalLine]) -> bool:
     return len(said) >= 2 and short and all(lines == said[0] for lines in said)
 
 
-def _unmet(loaded: Loaded) -> str:
+def _over_the_limit(loaded: Loaded, journal: Sequence[JournalLine]) -> bool:
+    """Whether systemd gave up: its result keeps the first failure, so its words count too."""
+    for line in reversed(journal):
+        if line.code:
+            break
+        if line.manager and _LIMIT.search(line.message):
+            return True
+    return loaded.result == "start-limit-hit"
+
+
+def _unmet(loaded: Loaded, journal: Sequence[JournalLine]) -> str:
     """Which condition or assertion of the unit is not met; empty where none is."""
+    # A unit that nothing refers to is forgotten at once, and its state with it: the journal stays.
+    told = [line for line in journal if line.manager][-1:]
+    if told and loaded.active_state == "inactive" and _SKIPPED.search(told[0].message):
+        return one_line(told[0].message)
     for kind in ("Condition", "Assert"):
         if loaded.properties.get(f"{kind}Result", True) or not loaded.properties.get(
             f"{kind}Timestamp"

@@ -107,7 +107,13 @@ def test_conditions_are_refusals_too(units: Units, start: Callable[..., str]) ->
     name = start("ExecStart=/bin/sleep 9\n", unit="ConditionPathExists=/no/such/payload\n")
     told = why(units.host, name)
     assert told.cause == "PREFLIGHT REFUSAL"
-    assert "ConditionPathExists=/no/such/payload is not met" in told.said
+    assert "ConditionPathExists=/no/such/payload" in told.said
+    # One that a target wants is remembered with its conditions.
+    units.link(f"/run/systemd/system/multi-user.target.wants/{name}", f"/run/systemd/system/{name}")
+    units.reload()
+    units.start(name)
+    assert units.show(name, "ConditionResult") == "no"
+    assert "ConditionPathExists=/no/such/payload" in why(units.host, name).said
     name = start(
         "ExecCondition=/bin/sh -c 'echo not on this card; exit 1'\nExecStart=/bin/sleep 9\n"
     )
@@ -149,7 +155,6 @@ def test_a_boot_loop_while_it_turns_and_after_the_limit(
     told = why(units.host, name)
     assert (told.cause, told.looping) == ("BOOT LOOP", True)
     assert "start limit" in told.said
-    assert units.show(name, "Result") == "start-limit-hit" or "start limit" in told.said
 
 
 def test_a_loop_that_is_up_for_a_moment_and_one_that_ends_without_failing(
@@ -175,7 +180,7 @@ def test_a_loop_that_is_up_for_a_moment_and_one_that_ends_without_failing(
         ("ExecStart=/bin/true\nExecStart=/bin/false\n", "more than one ExecStart"),
         ("ExecStart=/no/such/server --port 1\n", "/no/such/server"),
         ("User=no-such-user\nExecStart=/bin/sleep 9\n", "user"),
-        ("WorkingDirectory=/no/such/folder\nExecStart=/bin/sleep 9\n", "/no/such/folder"),
+        ("WorkingDirectory=/no/such/folder\nExecStart=/bin/sleep 9\n", "CHDIR"),
         ("EnvironmentFile=/no/such/shape.env\nExecStart=/bin/sleep 9\n", "environment files"),
         ("ExecStartPre=/no/such/gate\nExecStart=/bin/sleep 9\n", "/no/such/gate"),
         ("Restart=always\nRestartSec=20ms\nExecStart=/no/such/server\n", "/no/such/server"),
