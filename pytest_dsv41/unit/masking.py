@@ -22,7 +22,11 @@ _PLAIN: Final = re.compile(
     r"|[+-]?\d{1,12}(\.\d{1,6})?"
     r"|true|false|yes|no|on|off|TRUE|FALSE|YES|NO|ON|OFF|"
 )
-_SECRET: Final = re.compile(r"(?i)key|token|secret|passw|credential|auth|cookie")
+# As a word of its own: `--api-key` carries one, `--max-num-batched-tokens` does not.
+_SECRET: Final = re.compile(
+    r"(?i)(?<![a-z])(api_?key|key|token|secret|password|passwd|passphrase|credentials?|auth|cookie)"
+    r"(?![a-z])"
+)
 _LOGIN: Final = re.compile(r"(://)[^/@\s]*@")
 
 

@@ -59,7 +59,7 @@ _EXITED: Final = 1
 _CODES: Final = {"exited": 1, "killed": 2, "dumped": 3}
 _RESULT: Final = re.compile(r"Failed with result|Start request repeated|Failed to start ")
 _LIMIT: Final = re.compile(r"Start request repeated too quickly")
-_SKIPPED: Final = re.compile(r"[Ss]kipped (because|due to)")
+_SKIPPED: Final = re.compile(r"\b[Ss]kipped\b")
 _CHECKS: Final = ("ExecCondition", "ExecStartPre")
 
 
@@ -124,11 +124,14 @@ def read_journal(
     Raises:
         TransportError: the host does not answer.
     """
-    which = "--user-unit" if user else "--unit"
+    # What --unit= leaves out: the last words of a child that could not be executed, whose unit
+    # the journal no longer saw, but which root has signed with it.
+    system = [f"_SYSTEMD_UNIT={unit}", "+", f"UNIT={unit}", "_UID=0"]
+    which = [f"--user-unit={unit}"] if user else system
     done = host.run(
         [
-            *(*become, "journalctl", f"{which}={unit}", "--boot", "--no-pager", "--quiet"),
-            *("--output=json", f"--output-fields={_FIELDS}", f"--lines={_RECORDS}"),
+            *(*become, "journalctl", "--boot", "--no-pager", "--quiet", "--output=json"),
+            *(f"--output-fields={_FIELDS}", f"--lines={_RECORDS}", *which),
         ],
         name="unit-journal",
         deadline_s=30.0,
@@ -218,14 +221,16 @@ def explain(loaded: Loaded, journal: Sequence[JournalLine], *, now_us: int) -> W
     looping = limit or loaded.sub_state.startswith("auto-restart") or restarts >= 2
     if limit:
         state += ", given up by the start limit"
-    if not looping:
+    if loaded.active_state == "inactive" or not looping:
         unmet = _unmet(loaded, journal)
         if unmet:
             return Why("PREFLIGHT REFUSAL", False, restarts, f"{state}: {unmet}", _of_unit(journal))
-        if loaded.active_state in ("activating", "deactivating"):
-            return Why("STARTING", False, restarts, state, ())
-        if loaded.result in ("success", "") and loaded.active_state == "inactive":
-            return Why("STOPPED", False, restarts, state, ())
+    if loaded.active_state == "inactive":
+        # What failed is `failed`, not `inactive`: this was stopped, ended well, or never started.
+        before = f"; before that, {ending}" if ending is not None else ""
+        return Why("STOPPED", False, restarts, state + before, ())
+    if loaded.active_state in ("activating", "deactivating") and not looping:
+        return Why("STARTING", False, restarts, state, ())
     return _fault(loaded, journal, ending, looping, state)
 
 
@@ -246,8 +251,6 @@ def _fault(
             _of_manager(journal),
         )
     if ending is None:
-        if loaded.result == "exec-condition":
-            return answer("PREFLIGHT REFUSAL", "its ExecCondition= is not met", _of_unit(journal))
         if looping:
             return answer("BOOT LOOP", "it ends by itself, without a failure", _of_unit(journal))
         return answer("UNKNOWN", f"its result is {loaded.result}", _of_manager(journal))
@@ -336,6 +339,8 @@ def _over_the_limit(loaded: Loaded, journal: Sequence[JournalLine]) -> bool:
 
 def _unmet(loaded: Loaded, journal: Sequence[JournalLine]) -> str:
     """Which condition or assertion of the unit is not met; empty where none is."""
+    if loaded.result == "exec-condition":
+        return "its ExecCondition= is not met"
     # A unit that nothing refers to is forgotten at once, and its state with it: the journal stays.
     told = [line for line in journal if line.manager][-1:]
     if told and loaded.active_state == "inactive" and _SKIPPED.search(told[0].message):

@@ -74,7 +74,10 @@ def test_a_preflight_refusal_in_a_restart_loop(units: Units, start: Callable[...
     assert told.lines == (REFUSAL,)
     assert "ExecStartPre ended by exit code 2" in told.said
     units.run("systemctl", "stop", name)
-    assert why(units.host, name).cause == "STOPPED"
+    units.run("systemctl", "reset-failed", name, check=False)
+    stopped = why(units.host, name)
+    assert stopped.cause == "STOPPED"
+    assert "before that, ExecStartPre ended by exit code 2" in stopped.said
 
 
 def test_a_refusal_by_the_servers_own_script(units: Units, start: Callable[..., str]) -> None:
