@@ -7,33 +7,99 @@ An acknowledged write is on disk: the file is synced before it gets its name, th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
+import math
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 __all__ = [
     "FileLock",
     "append_json_line",
     "create_exclusive",
     "dump_json",
+    "from_record",
     "fsync_folder",
+    "parse_json",
     "read_json_lines",
     "remove",
     "write_atomic",
 ]
 
 _MODE = 0o600
+_T = TypeVar("_T")
+_KINDS: Final[dict[str, Any]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "tuple[str, ...]": (list,),
+    "dict[str, str]": (dict,),
+    "dict[str, float]": (dict,),
+    "dict[str, Any]": (dict,),
+}
+_INSIDE: Final[dict[str, str]] = {
+    "tuple[str, ...]": "str",
+    "dict[str, str]": "str",
+    "dict[str, float]": "float",
+}
 
 
 def dump_json(value: Any) -> str:
     """Return the canonical JSON of `value`: sorted keys, no spaces, no NaN or infinity."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def parse_json(raw: str | bytes) -> Any:
+    """Return what the JSON text `raw` says, whoever wrote it.
+
+    Raises:
+        ValueError: it is not JSON, or nested deeper than Python can follow.
+    """
+    try:
+        return json.loads(raw)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def from_record(kind: type[_T], record: Any) -> _T:
+    """Build the dataclass `kind` from a parsed JSON object, as `dataclasses.asdict` gave it.
+
+    Fields are text, whole and finite numbers, and lists and objects of these.
+
+    Raises:
+        ValueError: a field is missing, unknown, or of another type; it is named.
+    """
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for name, value in record.items():
+        if name not in fields:
+            raise ValueError(f"{name} is unknown")
+        if not _fits(value, fields[name]):
+            raise ValueError(f"{name} is {value!r}")
+    try:
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in record.items()})
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if not isinstance(value, _KINDS[kind]) or isinstance(value, bool):
+        return False
+    inside = _INSIDE.get(kind)
+    if inside is not None:
+        values = value.values() if isinstance(value, dict) else value
+        return all(_fits(one, inside) for one in values)
+    try:
+        return not isinstance(value, (int, float)) or math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def fsync_folder(folder: Path) -> None:

@@ -27,6 +27,7 @@ from ..lifecycle.lease import Lease
 from ..lifecycle.marker import marker_path, read_leftovers, read_marker
 from ..lifecycle.recover import look
 from ..signals import Signals
+from ..text import one_line
 from ..window.summary import RESTORE_FAILED, RESTORE_RESTORED
 
 HELP = (
@@ -158,6 +159,8 @@ def _tell(aborted: Aborted) -> None:
 
 def _abort(arguments: argparse.Namespace, campaign: Path) -> int:
     out = arguments.out.resolve() if arguments.out else new_abort_folder(campaign)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out {arguments.out}: something lies there; name a new folder")
     lease = Lease(campaign)
     lease.acquire("chain abort", _ABORT_S)
     signals = Signals(lambda _why: None)
@@ -211,13 +214,22 @@ def _status(_arguments: argparse.Namespace, campaign: Path) -> int:
         print(f"  left down by {marker.window}")
         print(f"  snapshot     {marker.snapshot}")
         print(f"  chain        {status.stopped or ('overdue' if marker.overdue else 'in time')}")
-        for host, seen in look_target(campaign).placeholders(marker.placeholder_owner).items():
-            print(f"  placeholder  {host}: {seen.value}")
+        for line in _placeholder_lines(campaign, marker.placeholder_owner):
+            print(f"  placeholder  {line}")
     for left in read_leftovers(campaign):
         print(f"  left over    {left.host}: {left.why} ({left.owner})")
     if status.command:
         print(f"  next         {status.command}")
     return status.exit_code
+
+
+def _placeholder_lines(campaign: Path, owner: str) -> list[str]:
+    """Each host's placeholder, or why none can be looked at: the other facts are still told."""
+    try:
+        seen = look_target(campaign).placeholders(owner)
+    except Exception as error:  # noqa: BLE001 - a target of the user's own
+        return [one_line(f"cannot tell: {error}")]
+    return [f"{host}: {state.value}" for host, state in seen.items()]
 
 
 _ACTS: dict[str, Callable[[argparse.Namespace, Path], int]] = {

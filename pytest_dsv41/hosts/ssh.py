@@ -100,6 +100,7 @@ sync -- "$folder" || exit 74
 """
 
 _READ: Final = """\
+if [ -e "$1" ] && [ ! -f "$1" ]; then echo "not a file" >&2; exit 74; fi
 cat -- "$1" && exit 0
 if [ -e "$1" ] || [ -L "$1" ]; then exit 74; fi
 exit 66

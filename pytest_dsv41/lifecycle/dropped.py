@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Final
 
-from ..durable import dump_json, remove, write_atomic
+from ..durable import dump_json, parse_json, remove, write_atomic
 from ..errors import UsageError
 from ..text import one_line
 from .journal import utc_now
@@ -24,7 +23,7 @@ def dropped_arms(campaign: Path) -> dict[tuple[str, str], str]:
     """
     path = campaign / _NAME
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["dropped"]
+        rows = parse_json(path.read_text(encoding="utf-8"))["dropped"]
         return {(row["window"], row["arm"]): one_line(row["why"]) for row in rows}
     except FileNotFoundError:
         return {}

@@ -7,7 +7,6 @@ exactly as the session would have done it, and doing it twice changes nothing.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 import shlex
 import statistics
@@ -19,7 +18,7 @@ from ..archive import archive_append, archive_head, archive_spreads
 from ..archive.history import recorded_clocks, rows_of, unfinished_starts
 from ..archive.spread import pooled_cv
 from ..archive.verify import read_checkpoints
-from ..durable import dump_json, read_json_lines, write_atomic
+from ..durable import dump_json, parse_json, read_json_lines, write_atomic
 from ..errors import Dsv41Error, UsageError
 from ..text import one_line
 from ..unit.memory import diff_ledgers, parse_ledger
@@ -80,7 +79,7 @@ def load_plan(folder: Path) -> Plan:
     """
     path = folder / "plan.json"
     try:
-        return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Plan.from_json(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: not a window's plan ({one_line(str(error))})") from error
 

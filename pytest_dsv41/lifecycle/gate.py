@@ -304,6 +304,11 @@ def _take_leftovers_down(
     if owner is None:
         names = ", ".join(sorted(owners)) or "none"
         raise UsageError(f"{campaign}: no chain marker lies here; owners of leftovers: {names}")
+    if not _known(campaign, owner, owners):
+        names = ", ".join(sorted(owners)) or "none"
+        raise UsageError(
+            f"--owner {one_line(owner)}: no chain of this campaign; owners of leftovers: {names}"
+        )
     lease.acquire("chain end", 600.0)
     try:
         target = look_target(campaign, epoch=lease.epoch)
@@ -314,3 +319,9 @@ def _take_leftovers_down(
         return "ENDED", []
     finally:
         lease.release()
+
+
+def _known(campaign: Path, owner: str, left: set[str]) -> bool:
+    """Whether the chain was ever this campaign's: another's placeholder is never touched (I2)."""
+    folders = (window_folder(campaign, name) for name in reversed(windows(campaign)))
+    return owner in left or any(f is not None and owner in Journal(f).chains() for f in folders)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-from ..durable import dump_json
+from ..durable import dump_json, parse_json
 from ..errors import Dsv41Error, RefusedByWorld, TransportError
 from ..targets import HoldSite
 from ..text import one_line
@@ -157,7 +156,7 @@ def _owner_at(site: HoldSite) -> tuple[HoldState, str]:
     if raw is None:
         return HoldState.NONE, ""
     try:
-        owner = json.loads(raw)["owner"]
+        owner = parse_json(raw)["owner"]
     except (ValueError, KeyError, TypeError):
         owner = None
     if not isinstance(owner, str) or not owner:

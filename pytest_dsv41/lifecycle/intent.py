@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from ..durable import dump_json, remove, write_atomic
+from ..durable import dump_json, from_record, parse_json, remove, write_atomic
 from ..errors import UsageError
 from ..text import one_line
 
 __all__ = ["Intent", "clear_intent", "read_intent", "write_intent"]
 
 _NAME = "intent.json"
-_TYPES: Final[dict[str, Any]] = {
-    "str": str,
-    "int": (int, float),
-    "float": (int, float),
-    "dict[str, str]": dict,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +58,9 @@ def read_intent(campaign: Path) -> Intent | None:
     """
     path = campaign / _NAME
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"))
         record.pop("schema")
-        intent = Intent(**record)
-        for field in dataclasses.fields(intent):
-            value = getattr(intent, field.name)
-            if not isinstance(value, _TYPES[str(field.type)]):
-                raise TypeError(f"{field.name} is {value!r}")
-        return intent
+        return from_record(Intent, record)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

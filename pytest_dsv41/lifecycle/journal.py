@@ -69,8 +69,12 @@ class Journal:
 
     def chain(self) -> str:
         """The owner of the chain that the window was opened in, or has begun itself; or nothing."""
-        named = [str(line["chain"]) for line in self.lines() if line.get("chain")]
+        named = self.chains()
         return named[-1] if named else ""
+
+    def chains(self) -> list[str]:
+        """Every chain's owner that it names, the newest last."""
+        return [str(line["chain"]) for line in self.lines() if line.get("chain")]
 
     def _window(self) -> dict[str, Any]:
         return next((line for line in self.lines() if line.get("step") == "window"), {})

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
 
-from ..durable import FileLock, dump_json, write_atomic
+from ..durable import FileLock, dump_json, parse_json, read_json_lines, write_atomic
 from ..errors import RefusedByWorld
 from ..hosts.local import boottime
 from .journal import utc_now
 
 __all__ = ["Lease", "LeaseFact"]
+
+_LARGEST: Final = 2**53
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Lease:
                     + (str(held) if held else "it has not said its name yet")
                 )
             time.sleep(0.01)
-        self.epoch = max(self.newest(), above) + 1
+        self.epoch = max(self.newest(), self._told(), above) + 1
         self._write(owner, seconds)
 
     def renew(self, owner: str, seconds: float) -> None:
@@ -124,15 +124,35 @@ class Lease:
             now - _number(record, "deadline", now),
         )
 
+    def _told(self) -> int:
+        """The newest epoch that the campaign's other records tell: a lease that was lost or cut
+        must not begin again at 1, which every host would refuse.
+        """
+        campaign = self._path.parent
+        told = [_record(campaign / "intent.json"), _record(campaign / "marker.json")]
+        told += map(_record, (campaign / "windows").glob("*.json"))
+        if not self.newest():
+            # A recovery in a window's own folder is told by its journal alone.
+            for path in map(Path, {str(record.get("folder", "")) for record in told}):
+                with contextlib.suppress(OSError, ValueError):
+                    told += read_json_lines(path / "journal.jsonl")
+        return max((int(_number(record, "epoch", 0)) for record in told), default=0)
+
     def _read(self) -> dict[str, Any]:
-        try:
-            record = json.loads(self._path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return {}
-        return record if isinstance(record, dict) else {}
+        return _record(self._path)
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """A record as far as it can be read; a damaged one must not stop a close or a look."""
+    try:
+        record = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _number(record: dict[str, Any], key: str, default: float) -> float:
-    """A number of the record; a damaged lease must not stop a close or a look."""
+    """A number of the record, neither infinite nor absurd."""
     value = record.get(key, default)
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else default
+    usable = isinstance(value, (int, float)) and -_LARGEST < value < _LARGEST
+    return value if usable else default

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import secrets
 from pathlib import Path
 from typing import Any, Final
 
-from ..durable import create_exclusive, dump_json, remove, write_atomic
+from ..durable import create_exclusive, dump_json, from_record, parse_json, remove, write_atomic
 from ..errors import RefusedByWorld, UsageError
 from ..hosts import CommandLog, LocalHost
 from ..hosts.local import boottime
@@ -48,13 +47,6 @@ __all__ = [
 
 OWNER: Final = re.compile(r"chain-\d{8}T\d{6}Z-[0-9a-f]{8}")
 """The form of a chain's owner; whatever has another form is never this project's."""
-
-_TYPES: Final[dict[str, Any]] = {
-    "str": str,
-    "int": int,
-    "float": (int, float),
-    "dict[str, str]": dict,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +116,10 @@ def read_marker(campaign: Path) -> Marker | None:
     """
     path = marker_path(campaign)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"))
         record.pop("schema")
         record.pop("utc")
-        marker = Marker(**record)
-        for field in dataclasses.fields(marker):
-            value = getattr(marker, field.name)
-            if not isinstance(value, _TYPES[str(field.type)]) or isinstance(value, bool):
-                raise TypeError(f"{field.name} is {value!r}")
+        marker = from_record(Marker, record)
         if not OWNER.fullmatch(marker.placeholder_owner):
             raise ValueError("it names no owner of a chain")
         return marker
@@ -180,7 +168,7 @@ def _refused_path(campaign: Path) -> Path:
 def _record(path: Path) -> dict[str, Any] | None:
     """A record beside the marker; a damaged one counts as there, for whatever chain there is."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"))
         return record if isinstance(record, dict) else {}
     except FileNotFoundError:
         return None
@@ -261,7 +249,7 @@ def read_leftovers(campaign: Path) -> tuple[Leftover, ...]:
     """The placeholders that are still to be taken down, the oldest first."""
     found = []
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        for row in json.loads(_leftovers_path(campaign).read_text(encoding="utf-8"))["left"]:
+        for row in parse_json(_leftovers_path(campaign).read_text(encoding="utf-8"))["left"]:
             found.append(Leftover(str(row["owner"]), str(row["host"]), str(row["why"])))
     return tuple(found)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..durable import dump_json, write_atomic
+from ..durable import dump_json, parse_json, write_atomic
 from ..errors import MeasurementFailed, RefusedByWorld, UsageError
 from ..hosts import Probe
 from ..hosts.local import boottime
@@ -96,7 +95,7 @@ def capture(target: Target, folder: Path, *, deadline_s: float) -> tuple[Path, s
 def captured(folder: Path) -> dict[str, Any] | None:
     """The window's capture as it lies in its folder, to look at; None without one."""
     try:
-        record: dict[str, Any] = json.loads((folder / "rollback.json").read_text("utf-8"))
+        record: dict[str, Any] = parse_json((folder / "rollback.json").read_text("utf-8"))
     except FileNotFoundError:
         return None
     return record
@@ -114,7 +113,7 @@ def read_rollback(path: Path, sha256: str) -> dict[str, Any]:
         raise UsageError(f"{path}: the capture cannot be read ({error})") from error
     if hashlib.sha256(raw).hexdigest() != sha256:
         raise UsageError(f"{path}: the capture is not the one that was sealed (sha256 differs)")
-    record: dict[str, Any] = json.loads(raw)
+    record: dict[str, Any] = parse_json(raw)
     return record
 
 

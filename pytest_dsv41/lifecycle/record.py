@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..durable import dump_json, write_atomic
+from ..durable import dump_json, from_record, parse_json, write_atomic
 from ..engines import ENGINES
-from ..errors import UsageError
+from ..errors import Dsv41Error, UsageError
 from ..hosts import CommandLog
 from ..targets import Target, TargetContext, load_class, load_factory
+from ..text import one_line
 
 __all__ = ["TargetRecord", "read_record", "register_window", "window_folder", "windows"]
 
@@ -50,7 +50,8 @@ class TargetRecord:
         The work in the restore's seam ends at its own deadline and counts once.
         """
         limits = self.limits
-        acts = limits["stop_s"] + limits["start_s"] + limits["watch_s"]
+        known = {"stop_s": 60.0, "start_s": 600.0, "watch_s": 900.0}
+        acts = sum(limits.get(name, default) for name, default in known.items())
         return 2 * acts + limits.get("seam_s", 0.0) + 60.0
 
     def build(
@@ -80,7 +81,14 @@ class TargetRecord:
             pause=pause,
             epoch=epoch,
         )
-        return load_factory(self.factory)(self.table, context), context
+        factory = load_factory(self.factory)
+        try:
+            return factory(self.table, context), context
+        except Dsv41Error:
+            raise
+        except Exception as error:  # a factory of the user's own
+            why = one_line(str(error) or type(error).__name__)
+            raise UsageError(f"target factory {one_line(self.factory)}: {why}") from error
 
     def write(self, folder: Path) -> None:
         """Write `target.json`."""
@@ -96,12 +104,12 @@ def read_record(folder: Path) -> TargetRecord:
     """
     path = folder / _NAME
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"))
         record.pop("schema")
-        record["path"] = tuple(record["path"])
-        return TargetRecord(**record)
+        return from_record(TargetRecord, record)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path}: not a window's target record ({error})") from error
+        why = one_line(str(error))
+        raise UsageError(f"{path}: not a window's target record ({why})") from error
 
 
 def register_window(campaign: Path, window_id: str, folder: Path, epoch: int = 0) -> None:
@@ -118,23 +126,34 @@ def window_folder(campaign: Path, window_id: str) -> Path | None:
     if not window_id or Path(window_id).name != window_id:
         return None
     try:
-        record = json.loads((campaign / "windows" / f"{window_id}.json").read_text("utf-8"))
+        record = parse_json((campaign / "windows" / f"{window_id}.json").read_text("utf-8"))
         folder = Path(record["folder"])
     except (OSError, ValueError, TypeError, KeyError):
         folder = campaign / window_id
-    return folder if (folder / "journal.jsonl").is_file() else None
+    try:
+        return folder if (folder / "journal.jsonl").is_file() else None
+    except OSError:
+        # A name or a place that no file can have, as the owner of another's HOLD may say.
+        return None
 
 
 def windows(campaign: Path) -> list[str]:
     """The ids of the campaign's windows, the oldest first.
 
     By the lease's epoch, which only grows: the clock may jump, and the newest window is the one
-    whose production is looked at. Files of one epoch come in the order they were written.
+    whose production is looked at. Files of one epoch come in the order they were written. A window
+    in the campaign's own folder is known, first, also where its registration was lost.
     """
     found = []
     for path in (campaign / "windows").glob("*.json"):
-        epoch = 0
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            epoch = int(json.loads(path.read_text("utf-8"))["epoch"])
-        found.append((epoch, path.stat().st_mtime_ns, path.stem))
-    return [name for _, _, name in sorted(found)]
+        epoch = written = 0
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
+            written = path.stat().st_mtime_ns
+            epoch = int(parse_json(path.read_text("utf-8"))["epoch"])
+        found.append((epoch, written, path.stem))
+    known = {name for _, _, name in found}
+    own = (path.parent.name for path in campaign.glob("*/target.json"))
+    return [
+        *sorted(n for n in own if n not in known and window_folder(campaign, n)),
+        *(name for _, _, name in sorted(found)),
+    ]

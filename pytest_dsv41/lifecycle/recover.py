@@ -192,6 +192,11 @@ class Status:
     def command(self) -> str:
         """The exact next command, or nothing to do."""
         command = self.observation.command
+        if self.observation.row == 4:
+            # Nothing can be read from it; the other facts still say what to do.
+            path = shlex.quote(str(marker_path(self.campaign)))
+            look_again = f"dsv41 status --campaign {shlex.quote(str(self.campaign))}"
+            return f"mv {path} {path}.unreadable && {look_again}"
         if command.startswith("dsv41 ") and "(" not in command:
             return f"{command} --campaign {shlex.quote(str(self.campaign))}"
         if not command and self.leftovers and self.observation.answer is Answer.CLEAN:
@@ -271,8 +276,7 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
     # Whoever has production down knows the machines; else the newest window does.
     down_by = intent or marker
     newest = down_by.window if down_by else (names[-1] if names else "")
-    known = (window_folder(campaign, name) for name in reversed(names))
-    folder = Path(down_by.folder) if down_by else next((one for one in known if one), None)
+    folder = _told_by(campaign, intent, marker, names)
     gone = f"the folder of {one_line(newest)} is gone" if names else "no window has run here"
     production, detail, url = Probe.UNKNOWN, f"not looked at: {gone}", ""
     ephemeral, leftovers = False, False
@@ -290,8 +294,8 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
                 stopped = _restarted(target, marker)
             if target.holds:
                 hold = Hold(target.hold_sites())
-        except Dsv41Error as error:
-            production, detail = Probe.UNKNOWN, one_line(str(error))
+        except Exception as error:  # noqa: BLE001 - a target of the user's own; unseen is unknown
+            production, detail = Probe.UNKNOWN, one_line(str(error) or type(error).__name__)
     elif (campaign / "HOLD").exists():
         here = LocalHost(CommandLog(campaign / "cmd"))
         hold = Hold((HoldSite(here, str(campaign / "HOLD")),))
@@ -348,6 +352,17 @@ def look(campaign: Path, *, lease_is_mine: bool = False) -> Status:
     )
 
 
+def _told_by(
+    campaign: Path, intent: Intent | None, marker: Marker | None, names: list[str]
+) -> Path | None:
+    """The folder that tells the machines: the intent's, the marker's, or the newest window's."""
+    facts = [Path(fact.folder) for fact in (intent, marker) if fact is not None]
+    if facts:
+        return next((one for one in facts if (one / "target.json").is_file()), facts[0])
+    found = (window_folder(campaign, name) for name in reversed(names))
+    return next((folder for folder in found if folder is not None), None)
+
+
 def _restarted(target: Target, marker: Marker) -> str:
     """Which host was restarted since the marker was written; one that does not answer is none."""
     try:
@@ -368,5 +383,5 @@ def _alive(pid: int, started: float) -> bool:
     try:
         process = psutil.Process(pid)
         return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+    except (psutil.Error, ValueError):
         return False

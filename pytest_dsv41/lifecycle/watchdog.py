@@ -11,16 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
+import signal
 import subprocess
 import sys
 import syslog
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
-from ..durable import append_json_line, dump_json, remove, write_atomic
+from ..durable import append_json_line, dump_json, parse_json, remove, write_atomic
 from ..errors import Dsv41Error, RefusedByWorld
 from ..hosts.local import boottime
 from ..text import one_line
@@ -37,6 +38,8 @@ __all__ = ["Pass", "pass_once", "unit_files"]
 _ALERT: Final = "alert.json"
 _HISTORY: Final = "alerts.jsonl"
 _COMMAND_S: Final = 30.0
+_LISTEN_S: Final = 0.5
+_SAID: Final = 2000
 _RECOVERY_S: Final = 7200.0
 _CANNOT_LOOK: Final = 21
 
@@ -122,8 +125,8 @@ def _tell(
     before = _current(campaign)
     now = boottime()
     if before.get("key") == key and before.get("told") and before.get("boot") == here():
-        age = now - float(before.get("told_at", 0.0))
-        if age < settings.alert_repeat_hours * 3600.0:
+        age = now - before["told_at"]
+        if 0 <= age < settings.alert_repeat_hours * 3600.0:
             return Pass(answer, code, before)
     record = {
         "schema": "dsv41-alert-v1",
@@ -133,7 +136,7 @@ def _tell(
         "told": False,
         "told_at": now,
         "boot": here(),
-        "times": int(before.get("times", 0)) + 1 if before.get("key") == key else 1,
+        "times": before["times"] + 1 if before.get("key") == key else 1,
         **alert,
     }
     problems = []
@@ -157,28 +160,55 @@ def _run(command: tuple[str, ...], record: dict[str, Any]) -> list[str]:
     if not command:
         return []
     try:
-        done = subprocess.run(
+        child = subprocess.Popen(
             list(command),
-            input=dump_json(record) + "\n",
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_COMMAND_S,
-            check=False,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, ValueError) as error:
         return [one_line(f"alert_command: {error}")]
-    if done.returncode != 0:
-        return [one_line(f"alert_command: exit {done.returncode}: {done.stderr}")]
-    return []
+    assert child.stdin is not None
+    assert child.stderr is not None
+    said = bytearray()
+    # Its end counts, not that of its output, which a child of its own may keep open.
+    listener = threading.Thread(target=_listen, args=(child.stderr, said), daemon=True)
+    listener.start()
+    with contextlib.suppress(OSError):
+        child.stdin.write(f"{dump_json(record)}\n".encode())
+        child.stdin.flush()
+    with contextlib.suppress(OSError):
+        child.stdin.close()
+    try:
+        code = child.wait(_COMMAND_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        return [f"alert_command: no end within {_COMMAND_S:g} s"]
+    listener.join(_LISTEN_S)
+    text = bytes(said).decode("utf-8", "replace")
+    return [one_line(f"alert_command: exit {code}: {text}")] if code != 0 else []
+
+
+def _listen(stream: IO[bytes], said: bytearray) -> None:
+    """Keep the first of what a command says, and let it say the rest."""
+    with contextlib.suppress(OSError, ValueError), stream:
+        while chunk := os.read(stream.fileno(), 65536):
+            said += chunk[: _SAID - len(said)]
 
 
 def _current(campaign: Path) -> dict[str, Any]:
     try:
-        record = json.loads((campaign / _ALERT).read_text(encoding="utf-8"))
+        record = parse_json((campaign / _ALERT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
+    if not isinstance(record, dict):
+        return {}
+    told_at, times = record.get("told_at"), record.get("times")
+    usable = isinstance(told_at, float) and isinstance(times, int)
+    return record if usable else {}
 
 
 def _clear(campaign: Path) -> None:

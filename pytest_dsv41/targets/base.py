@@ -18,6 +18,7 @@ from ..engines import Engine, get_engine
 from ..errors import SpecError, UsageError
 from ..hosts import CommandLog, Fence, Host, Placeholder, Probe
 from ..measure import Endpoint
+from ..text import one_line
 
 __all__ = [
     "Arm",
@@ -296,8 +297,8 @@ def _load(what: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{what} {name}: {error}") from error
+    except Exception as error:  # any fault of the user's own module
+        raise UsageError(f"{what} {name}: {one_line(str(error))}") from error
     if not callable(found):
         raise UsageError(f"{what} {name} is not callable")
     return found
