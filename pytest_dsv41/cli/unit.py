@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 def _drift(args: argparse.Namespace) -> int:
     from ..errors import UsageError
     from ..unit.drift import find_drift, load_checkout, read_file, unregistered
-    from ..unit.systemd import read_unit
+    from ..unit.systemd import read_host_file, read_unit
     from ..unit.unitfile import changes
 
     checkout = load_checkout(args.checkout) if args.checkout is not None else None
@@ -121,7 +121,10 @@ def _drift(args: argparse.Namespace) -> int:
         found = find_drift(
             facts,
             checkout=checkout,
-            env_files={path: (data, host.read(path)) for path, data in wanted.items()},
+            env_files={
+                path: (data, read_host_file(host, path, become=_become(args)))
+                for path, data in wanted.items()
+            },
             ours=args.own,
         )
     left = unregistered(found, args.registered)

@@ -29,7 +29,7 @@ from pytest_dsv41.unit.drift import find_drift, load_checkout, read_file, unregi
 from pytest_dsv41.unit.masking import masked_argv, masked_value
 from pytest_dsv41.unit.memory import check_ledger, parse_ledger
 from pytest_dsv41.unit.memory.ledger import DIALECTS
-from pytest_dsv41.unit.systemd import RunningProcess, UnitFacts, read_unit
+from pytest_dsv41.unit.systemd import RunningProcess, UnitFacts, read_host_file, read_unit
 from pytest_dsv41.unit.unitfile import unit_name
 from pytest_dsv41.window.source import Source, read_toml
 
@@ -193,7 +193,7 @@ class _Drift(_Check):
         found = find_drift(
             at.facts_with_process,
             checkout=checkout,
-            env_files={path: (data, at.host.read(path)) for path, data in wanted.items()},
+            env_files={path: (data, at.read(path)) for path, data in wanted.items()},
         )
         left = unregistered(found, self.registered)
         told = f"{len(found) - len(left)} registered findings" if found else "none"
@@ -229,7 +229,7 @@ class _File(_Check):
         return self.path
 
     def look(self, at: _Place) -> tuple[bool, str]:
-        data = at.host.read(self.path)
+        data = at.read(self.path)
         if data is None:
             return False, "not on the host"
         digest = hashlib.sha256(data).hexdigest()
@@ -497,6 +497,10 @@ class _Place:
     def facts_with_process(self) -> UnitFacts:
         return read_unit(self.host, self.unit, user=self._user, become=self._become)
 
+    def read(self, path: str) -> bytes | None:
+        """The bytes of a file on the host."""
+        return read_host_file(self.host, path, become=self._become)
+
     @property
     def process(self) -> RunningProcess:
         found = self.facts_with_process.process
@@ -540,7 +544,7 @@ class _Place:
     def start_log(self, file: str) -> str:
         """What the unit wrote since this start: its journal, or `file` on the host."""
         if file:
-            data = self.host.read(file)
+            data = self.read(file)
             if data is None:
                 raise CommandFailed(f"{file}: not on the host", 1)
             return data.decode("utf-8", "replace")

@@ -22,7 +22,7 @@ from pytest_dsv41.errors import UsageError
 from pytest_dsv41.hosts import Host
 from pytest_dsv41.text import one_line
 from pytest_dsv41.unit.masking import masked_argv, masked_value
-from pytest_dsv41.unit.systemd import ExecCommand, UnitFacts, read_unit
+from pytest_dsv41.unit.systemd import ExecCommand, UnitFacts, read_host_file, read_unit
 from pytest_dsv41.unit.unitfile import (
     Assignment,
     Change,
@@ -170,7 +170,7 @@ def drift(
     """
     facts = read_unit(host, unit, user=user, become=become)
     wanted = env_files or {}
-    there = {path: host.read(path) for path in wanted}
+    there = {path: read_host_file(host, path, become=become) for path in wanted}
     return find_drift(
         facts,
         checkout=checkout,

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from pytest_dsv41.errors import CommandFailed, UsageError
 from pytest_dsv41.hosts import Host
+from pytest_dsv41.hosts.base import raise_for_code
 from pytest_dsv41.text import one_line
 from pytest_dsv41.unit.unitfile import (
     UnitFile,
@@ -34,6 +35,7 @@ __all__ = [
     "Manager",
     "RunningProcess",
     "UnitFacts",
+    "read_host_file",
     "read_unit",
 ]
 
@@ -237,6 +239,29 @@ def read_unit(
     )
 
 
+def read_host_file(host: Host, path: str, *, become: Sequence[str] = ()) -> bytes | None:
+    """Return the bytes of a file on the host, None where there is none; read by `become`.
+
+    Raises:
+        CommandFailed: it cannot be read.
+        TransportError: the host does not answer.
+    """
+    if not become:
+        return host.read(path)
+    script = 'if ! [ -e "$1" ]; then exit 66; fi; exec base64 -w 0 -- "$1"'
+    done = host.run(
+        [*become, "sh", "-c", script, "sh", path],
+        name="unit-read",
+        deadline_s=_DEADLINE_S,
+        check=False,
+        private=True,
+    )
+    if done.returncode == 66:
+        return None
+    raise_for_code(f"read {path}", done)
+    return base64.b64decode(done.stdout)
+
+
 class _Reader:
     """Reads through one host; with `become`, as another user."""
 
@@ -312,8 +337,10 @@ class _Reader:
             [*argv, interface, method, *words],
             name=f"unit-{method.lower()}",
             deadline_s=_DEADLINE_S,
+            check=False,
             private=True,
         )
+        raise_for_code(f"{self._host.name}: systemd does not answer busctl", done)
         try:
             data = json.loads(done.stdout)["data"]
         except (ValueError, KeyError, TypeError) as error:
@@ -396,15 +423,7 @@ class _Reader:
         ]
 
     def _read(self, path: str) -> bytes | None:
-        if not self._become:
-            return self._host.read(path)
-        done = self._host.run(
-            [*self._become, "base64", "-w", "0", "--", path],
-            name="unit-read",
-            deadline_s=_DEADLINE_S,
-            private=True,
-        )
-        return base64.b64decode(done.stdout)
+        return read_host_file(self._host, path, become=self._become)
 
     # -- the process -------------------------------------------------------------------------------
 

@@ -109,8 +109,9 @@ def test_a_unit_that_is_what_its_checkout_says_is_clean(units: Units) -> None:
 def test_a_foreign_drop_in_is_named_with_what_it_beats(
     where: str, name: str, what: str, units: Units
 ) -> None:
-    units.write(OURS, OUR_TEXT)
-    foreign = units.write(f"{FOLDERS[where]}/{name}", f"# left behind\n[Service]\n{WHAT[what]}")
+    foreign = f"{FOLDERS[where]}/{name}"
+    text = f"# left behind\n[Service]\n{WHAT[what]}"
+    units.write_all([(OURS, OUR_TEXT.encode()), (foreign, text.encode())])
     units.reload()
     units.start(UNIT)
     before = state(units)

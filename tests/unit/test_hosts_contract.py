@@ -167,6 +167,16 @@ ACTS = st.lists(
 )
 
 
+def test_a_private_command_is_logged_without_its_output(host: Host, tmp_path: Path) -> None:
+    done = host.run(["cat"], name="secret", deadline_s=30.0, stdin="canary-6bc1\n", private=True)
+    assert done.stdout == "canary-6bc1\n"
+    (record,) = (tmp_path / "cmd").glob("*-secret.log")
+    text = record.read_text()
+    assert "argv: ['cat']" in text
+    assert "exit: 0" in text
+    assert "canary-6bc1" not in text
+
+
 @given(acts=ACTS)
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
