@@ -125,6 +125,13 @@ class Measure:
             self.recorded.rounds = result.server.rounds
         return result
 
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the current start answers."""
+        run = self._plugin.run
+        assert run is not None
+        return run.endpoint
+
     def shape(self) -> Served:
         """The shape of the current start: the server's own, and its boot ledger where there is one.
 

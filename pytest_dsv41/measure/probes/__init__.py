@@ -13,6 +13,7 @@ from pytest_dsv41.measure.probes.cell import ProbeCell
 from pytest_dsv41.measure.probes.ladder import Rung, rung_of
 from pytest_dsv41.measure.probes.laws import LAWS, obey
 from pytest_dsv41.measure.probes.prompts import Fitted, PromptMaker
+from pytest_dsv41.measure.probes.run import run_cell
 from pytest_dsv41.measure.probes.shape import read_shape
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "measure_capacity",
     "obey",
     "read_shape",
+    "run_cell",
     "rung_of",
 ]
