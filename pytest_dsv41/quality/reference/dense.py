@@ -45,23 +45,20 @@ LOWEST: Final = -65504.0
 class Block(ABC):
     """Consecutive rows of a recording.
 
-    `codes` has the shape (rows, n_vocab), and `peak` each row's largest code. `top_ids` and
-    `top_logp`, (rows, k), are the likeliest tokens with their exact values, the likeliest first; k
-    is 0 where a format keeps none. `top1` is the likeliest token of each row, a tie the lower id;
-    `nll` the negative log-likelihood of each row's next token, in nats. `zero` is the code of a
-    probability of 0, where there is one: the largest that a sound row has.
+    `codes` has the shape (rows, n_vocab). `top_ids` and `top_logp`, (rows, k), are the likeliest
+    tokens with their exact values, the likeliest first; k is 0 where a format keeps none. `top1` is
+    the likeliest token of each row, a tie the lower id; `nll` the negative log-likelihood of each
+    row's next token, in nats.
 
     A token is absent where it has no probability of its own: minus infinity, or a value below the
     format's floor. It then has a log-probability, `LOWEST` or the floor, and the probability 0.
     """
 
     codes: Codes
-    peak: Codes
     top_ids: NDArray[np.int32]
     top_logp: Floats64
     top1: NDArray[np.int32]
     nll: Floats64
-    zero: int | None
 
     @abstractmethod
     def decode(self, row: int, first: int, logp: Floats32, mass: Floats32) -> None:
@@ -77,6 +74,10 @@ class Block(ABC):
     @abstractmethod
     def fault(self, row: int) -> str | None:
         """Say which token of a row has a code that is no log-probability; None: none has."""
+
+    def zeros(self, row: int) -> NDArray[np.bool_] | None:  # noqa: ARG002
+        """Return which tokens of a row have the probability 0; None: none has."""
+        return None
 
     def decoded(self, row: int) -> tuple[Floats32, Floats32]:
         """Return log-probabilities and probabilities of a whole row."""

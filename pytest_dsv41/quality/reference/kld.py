@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -40,12 +41,10 @@ __all__ = ["FORMAT", "TOP", "KldRecording", "KldWriter", "top_entries"]
 FORMAT: Final = "radiance-kld-1"
 TOP: Final = 16
 TOP_DTYPE: Final = np.dtype([("id", "<i4"), ("logp", "<f4")])
-_MINUS_INFINITY: Final = 0xFC00
-_LARGEST: Final = 0x1418
-"""The largest float16 that is no more than `LOGP_MAX`."""
-_F16_BITS: Final = np.int32(-0x70002000)
-"""0x8FFFE000: sign, and the 15 bits of a float16's magnitude, shifted by 13."""
-_F16_SCALE: Final = np.float32(2.0**112)
+_MINUS_INFINITY: Final = 0xFC00 - (1 << 16)
+"""Of all negative float16 but NaN the largest, as a signed integer."""
+_F16_SCALE: Final = np.float32(-(2.0 ** (127 - 15 - 32)))
+"""The exponents' biases differ by 127 - 15; the sign bit adds 32 to an exponent."""
 _DATA: Final = ("tokens.i32", "logp.f16", "top.bin", "rows.f32")
 _MANIFEST: Final = "kld.json"
 _SLACK: Final = (0.01, 0.01)
@@ -107,15 +106,22 @@ class KldRecording(Dense):
         ).reshape(-1, TOP)
 
 
+@dataclass(frozen=True)
 class _KldBlock(Block):
+    largest: NDArray[np.int16]
+    """The largest code of each row as a signed integer: minus infinity where all are sound and one
+    is 0, more where one is NaN, or positive by its sign."""
+
     def decode(self, row: int, first: int, logp: Floats32, mass: Floats32) -> None:
         """See `Block.decode`."""
-        # A float16's sign, exponent and mantissa where a float32 has its own; what the exponents'
-        # biases differ by is a factor. Minus infinity becomes -65536, whose exponential is 0.
-        bits = logp.view(np.int32)
-        np.copyto(bits, self.codes[row, first : first + len(bits)].view(np.int16))
+        # A float16's exponent and mantissa where a float32 has its own, and its sign, set for all
+        # below 0, in the exponent: together they are off by one factor. Minus infinity becomes
+        # -65536, whose exponential is 0. What is 0, above it by rounding, or nearer than the
+        # smallest exponent's 6e-5 is off by no more than that: the likeliest token, whose exact
+        # value counts in its place.
+        bits = logp.view(np.uint32)
+        np.copyto(bits, self.codes[row, first : first + len(bits)])
         np.left_shift(bits, 13, out=bits)
-        np.bitwise_and(bits, _F16_BITS, out=bits)
         np.multiply(logp, _F16_SCALE, out=logp)
         np.exp(logp, out=mass)
 
@@ -128,15 +134,23 @@ class _KldBlock(Block):
 
     def fault(self, row: int) -> str | None:
         """See `Block.fault`."""
-        codes = self.codes[row]
-        # As 16-bit integers: everything above minus infinity is NaN, or positive by its sign.
-        if self.peak[row] <= _MINUS_INFINITY and codes.view(np.int16).max() <= _LARGEST:
+        if self.largest[row] <= _MINUS_INFINITY:
             return None
-        values = codes.view(np.float16).astype(np.float64)
-        token = int(np.argmax(~(values <= LOGP_MAX)))
+        values = self.codes[row].view(np.float16).astype(np.float64)
+        wrong = ~(values <= LOGP_MAX)
+        if not wrong.any():
+            return None
+        token = int(np.argmax(wrong))
         value = float(values[token])
         shown = "NaN" if np.isnan(value) else f"{value:g}: above 0"
         return f"token {token} has the log-probability {shown}"
+
+    def zeros(self, row: int) -> NDArray[np.bool_] | None:
+        """See `Block.zeros`."""
+        if self.largest[row] < _MINUS_INFINITY:
+            return None
+        found: NDArray[np.bool_] = self.codes[row].view(np.int16) == _MINUS_INFINITY
+        return found if found.any() else None
 
 
 class _KldReader(Reader):
@@ -159,12 +173,11 @@ class _KldReader(Reader):
         self._check_ids(row0, ids)
         block = _KldBlock(
             codes=codes,
-            peak=codes.max(axis=1),
             top_ids=ids,
             top_logp=top["logp"].astype(np.float64),
             top1=ids[:, 0],
             nll=recording.stored_rows(row0, count)[:, 0].astype(np.float64),
-            zero=_MINUS_INFINITY,
+            largest=codes.view(np.int16).max(axis=1),
         )
         self._check_values(row0, block)
         return block

@@ -21,6 +21,7 @@ from pytest_dsv41.quality.reference.dense import (
     LOGP_MAX,
     LOWEST,
     Block,
+    Codes,
     Dense,
     Floats32,
     Floats64,
@@ -102,6 +103,8 @@ class BaseFile(Dense):
 
 @dataclass(frozen=True)
 class _BaseBlock(Block):
+    peak: Codes
+    """The largest code of each row."""
     scale: Floats64
     lowest: Floats64
     """The two numbers of each row: log-probability = scale × code + lowest."""
@@ -169,12 +172,11 @@ class _BaseReader(Reader):
         values = codes[rows, recording.following[row0 : row0 + count]].astype(np.float64)
         return _BaseBlock(
             codes=codes,
-            peak=codes[rows, top1],
             top_ids=np.empty((count, 0), np.int32),
             top_logp=np.empty((count, 0)),
             top1=top1,
             nll=-(scale * values + lowest),
-            zero=None,
+            peak=codes[rows, top1],
             scale=scale,
             lowest=lowest,
         )

@@ -24,14 +24,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_dsv41.errors import MeasurementRefused
-from pytest_dsv41.quality.reference.dense import LOWEST, Block, Dense, Floats64
+from pytest_dsv41.quality.reference.dense import LOWEST, Block, Dense, Floats32, Floats64
 from pytest_dsv41.quality.reference.recording import check_same
 
 __all__ = ["Scores", "score"]
 
-_PIECE: Final = 16384
+_PIECE: Final = 1 << 16
 """Tokens decoded at once: four buffers of them fit a processor's second cache."""
-_BLOCK_BYTES: Final = 4 << 20
+_RUN: Final = 1 << 10
+"""Tokens summed in float32; sums of such runs are added in double precision."""
+_BLOCK_BYTES: Final = 2 << 20
+"""What a thread reads at once of each recording: its codes are then decoded from the cache."""
+_AHEAD: Final = 2
+"""Blocks of each thread that the kernel is asked to fetch before they are read."""
 _BLOCK_ROWS: Final = 512
 _ZERO_MASS: Final = 1e-12
 """The reference's mass on tokens whose probability the candidate gives as 0, still rounding."""
@@ -54,7 +59,7 @@ def score(
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Score every row; memory stays at a few blocks of 4 MiB a thread, however long the files.
+    """Score every row; memory stays at a few blocks of 2 MiB a thread, however long the files.
 
     Args:
         reference, candidate: recordings of the same tokens at the same positions.
@@ -117,9 +122,10 @@ class _Work:
                     if count <= 0:
                         return
                     left, right = p.read(row0, count), q.read(row0, count)
-                    # Fetched while this block is summed: by then this thread's next one.
-                    p.will_need(row0 + threads * self.step, self.step)
-                    q.will_need(row0 + threads * self.step, self.step)
+                    # Fetched while this block and the next ones are summed.
+                    ahead = row0 + _AHEAD * threads * self.step
+                    p.will_need(ahead, self.step)
+                    q.will_need(ahead, self.step)
                     self._block(row0, left, right, sums)
                     self._say(count)
         except BaseException:
@@ -158,10 +164,11 @@ class _Work:
             into[rows] = block.nll
 
     def _check_zeros(self, row0: int, p: Block, q: Block) -> None:
-        if q.zero is None:
-            return
-        for row in map(int, np.flatnonzero(q.peak == q.zero)):
-            mass = np.where(q.codes[row] == q.zero, p.decoded(row)[1], 0.0)
+        for row in range(len(q.codes)):
+            zeros = q.zeros(row)
+            if zeros is None:
+                continue
+            mass = np.where(zeros, p.decoded(row)[1], 0.0)
             if mass.sum() > _ZERO_MASS:
                 token = int(np.argmax(mass))
                 raise _fault(
@@ -182,21 +189,30 @@ class _Sums:
     def of(self, p: Block, q: Block) -> Floats64:
         """Return S = Σ e^lp, Σ e^lp (lp − v) and T − S = Σ (e^v − e^lp) of each row."""
         ids, totals = _likeliest(p, q)
-        firsts = range(0, p.codes.shape[1], _PIECE)
+        n_vocab = p.codes.shape[1]
+        firsts = range(0, n_vocab, _PIECE)
         # Where each piece's tokens begin and end in a row of `ids`.
-        edges = (ids[:, :, None] < np.array([*firsts, p.codes.shape[1]])).sum(axis=1)
+        edges = (ids[:, :, None] < np.array([*firsts, n_vocab])).sum(axis=1)
         for row, (own, cuts, total) in enumerate(zip(ids, edges.tolist(), totals, strict=True)):
             for number, first in enumerate(firsts):
-                lp, mp, lq, mq = self._buffers[:, : p.codes.shape[1] - first]
-                p.decode(row, first, lp, mp)
-                q.decode(row, first, lq, mq)
+                size = min(_PIECE, n_vocab - first)
+                whole = -(-size // _RUN) * _RUN
+                lp, mp, lq, mq = self._buffers[:, :whole]
+                p.decode(row, first, lp[:size], mp[:size])
+                q.decode(row, first, lq[:size], mq[:size])
+                for unused in (lp, mp, lq, mq):
+                    unused[size:] = 0.0
                 at = own[cuts[number] : cuts[number + 1]] - first
                 mp[at] = mq[at] = 0.0
                 np.subtract(lp, lq, out=lp)
-                np.multiply(lp, mp, out=lp)
                 np.subtract(mq, mp, out=mq)
-                total += mp.sum(), lp.sum(), mq.sum()
+                total += _sum("ij->i", mp), _sum("ij,ij->i", mp, lp), _sum("ij->i", mq)
         return totals
+
+
+def _sum(what: str, *factors: Floats32) -> float:
+    runs = np.einsum(what, *(values.reshape(-1, _RUN) for values in factors))
+    return float(runs.sum(dtype=np.float64))
 
 
 def _likeliest(p: Block, q: Block) -> tuple[NDArray[np.int32], Floats64]:
@@ -215,10 +231,11 @@ def _likeliest(p: Block, q: Block) -> tuple[NDArray[np.int32], Floats64]:
 
 def _exact(block: Block, ids: NDArray[np.int32]) -> tuple[Floats64, Floats64]:
     logp, mass = block.stored(ids)
-    for at in range(block.top_ids.shape[1]):
-        kept = ids == block.top_ids[:, at, None]
-        value = np.maximum(block.top_logp[:, at, None], LOWEST)
-        logp, mass = np.where(kept, value, logp), np.where(kept, np.exp(value), mass)
+    if block.top_ids.shape[1]:
+        same = ids[:, :, None] == block.top_ids[:, None, :]
+        exact = np.take_along_axis(np.maximum(block.top_logp, LOWEST), same.argmax(axis=2), axis=1)
+        kept = same.any(axis=2)
+        logp, mass = np.where(kept, exact, logp), np.where(kept, np.exp(exact), mass)
     return logp, mass
 
 
