@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from pytest_dsv41.errors import MeasurementRefused
 from pytest_dsv41.text import one_line
 
@@ -25,6 +23,9 @@ def read_samples(
         MeasurementRefused: kind `bad-counter` for a value that is no finite number, or text
             that cannot be parsed.
     """
+    # Its package brings a whole web server: who only asks for a server's health needs neither.
+    from prometheus_client.parser import text_string_to_metric_families
+
     wanted = frozenset(names)
     created_of = {name.removesuffix("_total") + "_created" for name in wanted}
     keep = [

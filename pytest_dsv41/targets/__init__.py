@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from .base import (
     Arm,
     ClockCap,
@@ -16,10 +19,12 @@ from .base import (
     name_class,
     name_factory,
 )
-from .endpoints import endpoints_target
-from .local import local_target
-from .spark_pair import spark_pair_target
-from .systemd_unit import systemd_unit_target
+
+if TYPE_CHECKING:
+    from .endpoints import endpoints_target
+    from .local import local_target
+    from .spark_pair import spark_pair_target
+    from .systemd_unit import systemd_unit_target
 
 __all__ = [
     "TARGETS",
@@ -41,10 +46,31 @@ __all__ = [
     "systemd_unit_target",
 ]
 
-TARGETS: dict[str, TargetFactory] = {
-    "endpoints": endpoints_target,
-    "local": local_target,
-    "spark-pair": spark_pair_target,
-    "systemd-unit": systemd_unit_target,
-}
+TARGETS: dict[str, TargetFactory]
 """The shipped kinds. A plugin adds its own through the hook `pytest_dsv41_targets`."""
+
+_HOMES: Final = {
+    "endpoints": "endpoints",
+    "local": "local",
+    "spark-pair": "spark_pair",
+    "systemd-unit": "systemd_unit",
+}
+"""Kind to its module, whose factory is called as the module is."""
+
+
+def __getattr__(name: str) -> Any:
+    # Who looks at a campaign needs the one kind that its record names.
+    if name == "TARGETS":
+        found = {kind: _factory(home) for kind, home in _HOMES.items()}
+        return globals().setdefault(name, found)
+    home = name.removesuffix("_target")
+    if home != name and home in _HOMES.values():
+        return _factory(home)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _factory(home: str) -> TargetFactory:
+    factory: TargetFactory = getattr(
+        importlib.import_module(f"{__name__}.{home}"), f"{home}_target"
+    )
+    return factory
