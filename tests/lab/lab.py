@@ -212,6 +212,7 @@ class Lab:
         # A real engine's program and model, where the tests are given one.
         given = (os.environ.get(name) for name in ("LLAMA_SERVER", "LLAMA_MODEL"))
         needed += [Path(path).parent for path in given if path and Path(path).exists()]
+        needed += [path for path in map(Path, sys.path) if path.is_absolute() and path.is_dir()]
         bound = sorted({str(path) for path in needed if _hidden(path)})
         with (self.folder / f"{host}.console").open("ab") as console:
             self._processes[host] = subprocess.Popen(

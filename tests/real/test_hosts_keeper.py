@@ -125,7 +125,10 @@ def machine(lab: Lab, tmp_path: Path) -> Iterator[Machine]:
 
 
 def units(machine: Machine) -> list[str]:
-    listed = machine.sh("systemctl --user list-units --no-legend --plain 'dsv41-keeper-*'")
+    """The keepers' units whose main process runs."""
+    listed = machine.sh(
+        "systemctl --user list-units --state=running --no-legend --plain 'dsv41-keeper-*'"
+    )
     return [line.split()[0] for line in str(listed.stdout).splitlines() if line.strip()]
 
 
