@@ -79,6 +79,9 @@ class Corpus:
             digest = cut.get("sha256") if isinstance(cut, dict) else None
             if not isinstance(digest, str) or len(digest) != 64:
                 raise UsageError(f"{file}: {one_line(name, 60)}: needs file, tokens, sha256")
+            place = cut.get("file", f"{name}.txt")
+            if not isinstance(place, str) or not place.isprintable():
+                raise UsageError(f"{file}: {one_line(name, 60)}: file: not a file's name")
         return cls(folder, data)
 
     def prompt(self, name: str) -> Prompt:
@@ -94,6 +97,8 @@ class Corpus:
         file = self.folder / str(cut.get("file", f"{name}.txt"))
         if file.resolve().parent != self.folder.resolve():
             raise UsageError(f"{self.folder}/cuts.json: {name}: its file lies outside the folder")
+        if file.exists() and not file.is_file():
+            raise UsageError(f"{file}: no file")
         try:
             text = file.read_bytes().decode()
         except OSError as error:

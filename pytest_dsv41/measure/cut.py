@@ -88,7 +88,8 @@ def _refuse_taken(name: str, known: Container[str]) -> None:
 
 def _refuse_place(folder: Path) -> None:
     """Counting a long text takes minutes: what cannot be written is said before."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    above = (folder, *folder.absolute().parents)
+    there = next(path for path in above if path.exists() or path.is_symlink())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(f"{there}: no folder that can be written to")
 

@@ -371,7 +371,7 @@ class _Reader:
         if event.name == b"error":
             raise MeasurementFailed("error-event", _message(event.data))
         try:
-            data = json.loads(event.data.decode(), parse_constant=_refuse, parse_float=_finite)
+            data = _JSON.decode(event.data.decode())
         except (ValueError, RecursionError):
             raise MeasurementFailed(
                 "bad-event",
@@ -605,6 +605,10 @@ def _finite(digits: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{digits} is too large for a number")
     return value
+
+
+_JSON: Final = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+"""Numbers of JSON only: Python's own reads NaN and infinity, which no record can hold."""
 
 
 def _table(value: Any, name: str) -> dict[str, Any]:

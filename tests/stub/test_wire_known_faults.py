@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
 
 import pytest
-from wire_groups import COMPLETIONS, at, kind_of, left, measure, one, requests, stub
+from stub_wire import post
+from wire_groups import COMPLETIONS, at, endpoint, kind_of, left, measure, one, requests, stub
 
 from pytest_dsv41.engines import Server
-from pytest_dsv41.measure import StreamRecord
+from pytest_dsv41.measure import Request, StreamRecord, measure_group
 from pytest_dsv41.measure.metrics import values_of
 from pytest_dsv41.measure.wire import Call, Exchange, Limits, Loop
 from pytest_dsv41.stub import Serving
@@ -156,6 +158,28 @@ def test_prompt_tokens_are_the_servers(served: Serving) -> None:
     (stream,) = result.streams
     assert stream.prompt_tokens == result.server.prompt_tokens
     assert stream.prompt_tokens
+
+
+def test_prompt_tokens_of_a_conversation_are_the_servers_own(served: Serving) -> None:
+    said = [("system", "Be brief."), ("user", "Hello, é."), ("assistant", "Hi."), ("user", "More?")]
+    messages = tuple({"role": role, "content": content} for role, content in said)
+    conversation = Request(6, messages=messages, api="chat", seed=1)
+    result = measure_group(endpoint(served), [conversation], deadline_s=20)
+    asked = {"messages": messages, "add_generation_prompt": True, "add_special_tokens": False}
+    told = post(served.url, "/tokenize", asked).json()["count"]
+    assert result.streams[0].prompt_tokens == result.server.prompt_tokens == told
+    # Several messages are identified by their canonical JSON: sorted keys, no spaces.
+    canonical = json.dumps(list(messages), sort_keys=True, separators=(",", ":"))
+    assert result.prompt_sha256 == hashlib.sha256(canonical.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_exactly_as_many_tokens_as_asked_come_where_the_model_would_end(api: str) -> None:
+    with stub(eos_tokens=5) as served:
+        assert measure(served, tokens=12, api=api).server.tokens == 12
+        (ended,) = measure(served, tokens=12, api=api, ignore_eos=False).streams
+        # The end-of-text token counts.
+        assert (ended.completion_tokens, ended.finish_reason) == (6, "stop")
 
 
 @pytest.mark.parametrize("place", ["continuous", "final", "last-choice"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -184,12 +185,29 @@ def test_a_named_corpus_comes_before_the_packaged(
         find_prompt("nowhere")
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"a": {"sha256": "short"}}', '{"a": 3}'])
+PIN = f'"sha256": "{"0" * 64}"'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]", "{", '{"a": {"sha256": "short"}}', '{"a": 3}', f'{{"a": {{"file": 5, {PIN}}}}}',
+        f'{{"a": {{"file": "x\\u0000", {PIN}}}}}', f'{{"a": {{"file": "\\ud800", {PIN}}}}}',
+    ],
+)  # fmt: skip
 def test_a_broken_cuts_file_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "cuts.json").write_text(text)
     with pytest.raises(UsageError) as wrong:
         Corpus.load(tmp_path)
     assert "\n" not in str(wrong.value)
+
+
+def test_a_text_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "c", a="x")
+    (tmp_path / "c" / "a.txt").unlink()
+    os.mkfifo(tmp_path / "c" / "a.txt")
+    with pytest.raises(UsageError, match=r"a.txt: no file"):
+        Corpus.load(tmp_path / "c").prompt("a")
 
 
 def test_a_cuts_file_cannot_point_outside_its_folder(tmp_path: Path) -> None:
@@ -292,7 +310,8 @@ def test_a_folder_that_cannot_take_a_corpus_is_said_before_anything_is_counted(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("x")
-    for place in (tmp_path / "file", tmp_path / "file" / "c"):
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    for place in (tmp_path / "file", tmp_path / "file" / "c", tmp_path / "gone"):
         with pytest.raises(UsageError, match="no folder that can be written to"):
             cut_texts(TEXT, [("a", 10)], lambda _: pytest.fail("counted"), place)
 
