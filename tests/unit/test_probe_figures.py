@@ -27,7 +27,7 @@ from pytest_dsv41.measure.probes.capacity import Refusal
 from pytest_dsv41.measure.probes.ladder import jain
 from pytest_dsv41.measure.probes.laws import check_class, repetition, said
 from pytest_dsv41.measure.probes.prompts import Fitted, filler, fit, marker
-from pytest_dsv41.measure.stream import StreamRecord
+from pytest_dsv41.measure.stream import EventRecord, StreamRecord
 from pytest_dsv41.stub.language import encode
 from pytest_dsv41.unit.memory import ledger_shape, parse_ledger
 
@@ -42,15 +42,17 @@ def stream(
     prompt: int = 1000,
     **more: Any,
 ) -> StreamRecord:
-    """A stream of one token an event, whose first came after `first_s` seconds."""
+    """A stream whose first token came at `first_s` and the others, in one event, at `last_s`."""
 
     def ns(seconds: float) -> int:
         return int(seconds * 1e9)
 
+    events = (EventRecord(ns(first_s), 100, 1, "token"),
+              EventRecord(ns(last_s), 100, tokens - 1, "token"))  # fmt: skip
     given: dict[str, Any] = {
         "start_ns": ns(start_s), "send_ns": 1, "end_ns": ns(last_s) + 1, "prompt_tokens": prompt,
         "completion_tokens": tokens, "count_source": "usage", "cached_tokens": 0,
-        "finish_reason": finish, "events": (), "role_ns": None, "first_token_ns": ns(first_s),
+        "finish_reason": finish, "events": events, "role_ns": None, "first_token_ns": ns(first_s),
         "first_content_ns": None, "last_token_ns": ns(last_s), "finish_ns": None,
         "usage_ns": None, "first_tokens": 1, "first_merged": False, "first_source": "kernel",
         "output_sha256": "0" * 64, "prompt_sha256": "1" * 64,
