@@ -727,6 +727,14 @@ class WindowPlugin:
             terminalreporter.section("window")
             terminalreporter.write_line(text)
             terminalreporter.write_line(f"window folder: {self.folder}")
+            if self.summary.chain == "CHAINED":
+                previous, campaign = (
+                    shlex.quote(str(path)) for path in (self.folder, self.spec.campaign)
+                )
+                terminalreporter.write_line(
+                    f"production is left down for the chain's next window; before it: "
+                    f"dsv41 chain gate --prev {previous} --campaign {campaign}"
+                )
         if self.rehearsal is not None:
             for missed in self.rehearsal.not_struck:
                 terminalreporter.write_line(f"fault {missed}: the window has no such step")

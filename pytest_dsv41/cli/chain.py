@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..hosts import Placeholder
+from ..hosts.local import boottime
 from ..lifecycle.abort import (
     ABORTED,
     ALERT_ONLY,
@@ -213,7 +214,9 @@ def _status(_arguments: argparse.Namespace, campaign: Path) -> int:
         print(f"  owner        {marker.placeholder_owner}")
         print(f"  left down by {marker.window}")
         print(f"  snapshot     {marker.snapshot}")
-        print(f"  chain        {status.stopped or ('overdue' if marker.overdue else 'in time')}")
+        minutes = max(0.0, marker.deadline - boottime()) / 60
+        in_time = f"in time: the next window may begin within {minutes:.0f} min"
+        print(f"  chain        {status.stopped or ('overdue' if marker.overdue else in_time)}")
         for line in _placeholder_lines(campaign, marker.placeholder_owner):
             print(f"  placeholder  {line}")
     for left in read_leftovers(campaign):

@@ -199,6 +199,10 @@ class Status:
             return f"mv {path} {path}.unreadable && {look_again}"
         if command.startswith("dsv41 ") and "(" not in command:
             return f"{command} --campaign {shlex.quote(str(self.campaign))}"
+        if self.observation.answer is Answer.CHAIN_WAITING and self.marker is not None:
+            previous = shlex.quote(self.marker.folder)
+            campaign = shlex.quote(str(self.campaign))
+            return f"dsv41 chain gate --prev {previous} --campaign {campaign}"
         if not command and self.leftovers and self.observation.answer is Answer.CLEAN:
             owner = shlex.quote(self.leftovers[0].owner)
             return f"dsv41 chain end --owner {owner} --campaign {shlex.quote(str(self.campaign))}"

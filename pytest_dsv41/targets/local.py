@@ -191,9 +191,12 @@ class LocalTarget:
             )
         for process in running:
             if not same_command(process.argv, expected):
+                # The template's command has a seed, which suits a window's own production only.
+                seeded = any("{seed}" in word for word in self._production_words())
                 raise RefusedByWorld(
                     f"production runs {one_line(str(process))}, but the target would start "
                     f"{one_line(' '.join(expected))}; correct target.production first"
+                    + (" ({seed} is another in every window)" if seeded else "")
                 )
         return {
             "argv": list(running[0].argv),
@@ -397,9 +400,12 @@ class LocalTarget:
     def _last_words(self, start: str) -> str:
         return _tail(self._context.folder / "log" / f"{start}.log", 0)
 
-    def _production_argv(self, *, check: bool = False) -> list[str]:
+    def _production_words(self) -> list[str]:
         production = self._table.production
-        words = [*(production.command or self._table.command), *production.args]
+        return [*(production.command or self._table.command), *production.args]
+
+    def _production_argv(self, *, check: bool = False) -> list[str]:
+        words = self._production_words()
         return self._fill(words, self._production_port, "target.production", "", check)
 
     def _arm_argv(self, arm: Arm, start: str, *, check: bool = False) -> list[str]:

@@ -109,6 +109,9 @@ def test_three_windows_back_to_back(serving: tuple[Path, str, int]) -> None:
     assert first.summary["chain"] == "CHAINED", first.output
     assert not listens(port)
     assert status(campaign)[1]["answer"] == "CHAIN WAITING"
+    gate = f"dsv41 chain gate --prev {first.folder} --campaign {campaign}"
+    assert f"for the chain's next window; before it: {gate}" in " ".join(first.output.split())
+    assert status(campaign)[1]["command"] == gate
     gated = chain(campaign, "gate", "--prev", str(first.folder))
     assert (gated.returncode, gated.stdout) == (0, "ADMIT: chained\n")
     second = session(campaign, window, "--window-chain")

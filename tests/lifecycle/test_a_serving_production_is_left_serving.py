@@ -47,10 +47,10 @@ def listeners(port: int) -> set[int]:
     }
 
 
-def window(folder: Path, port: int) -> str:
+def window(folder: Path, port: int, more: str = "") -> str:
     head = TINY.read_text().partition("[target]")[0]
     words = ", ".join(f'"{word}"' for word in ("{python}", *WORDS, "--port", "{port}"))
-    production = f"[target.production]\nport = {port}\n"
+    production = f"[target.production]\nport = {port}\n{more}"
     target = f'[target]\nkind = "local"\nengine = "vllm"\ncommand = [{words}]\n\n{production}'
     (folder / "w.toml").write_text(head + target)
     return str(folder / "w.toml")
@@ -85,9 +85,11 @@ def test_production_serves_before_and_after(at: str, do: str, code: int, tmp_pat
 def test_another_command_line_is_refused_and_left_alone(tmp_path: Path) -> None:
     port = LocalHost.free_port()
     with serving(port, "--noise", "0.1") as before:
-        ended = run(tmp_path / "out", window=window(tmp_path, port))
+        seeded = 'args = ["--seed", "{seed}"]\n'
+        ended = run(tmp_path / "out", window=window(tmp_path, port, seeded))
         assert ended.returncode == 13, ended.output
         assert "the target would start" in ended.summary["stopped"]
+        assert "({seed} is another in every window)" in ended.summary["stopped"]
         assert not (ended.folder / "journal.jsonl").exists()
         assert listeners(port) == {before}
         assert_ended_well(ended, touched=False)

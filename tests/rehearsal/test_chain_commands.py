@@ -77,6 +77,11 @@ def test_the_gate_admits_and_refuses_by_exit_code(
     told = capsys.readouterr().out
     assert "CHAIN WAITING" in told
     assert "placeholder  alpha: UP" in told
+    assert "chain        in time: the next window may begin within 60 min" in told
+    gate = f"dsv41 chain gate --prev {pair.root / 'w1'} --campaign {pair.campaign}"
+    assert f"next         {gate}" in told
+    assert main(["status", "--campaign", str(pair.campaign)]) == 1
+    assert f"next        {gate}" in capsys.readouterr().out
     assert chain(pair, "placeholders") == 0
     assert capsys.readouterr().out.count(": UP (chain-") == 2
     assert chain(pair, "gate", "--prev", "nowhere", "--wait", "0") == 3
