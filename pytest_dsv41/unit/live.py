@@ -33,9 +33,9 @@ _PROPERTIES: Final = (
 )
 
 BOOT_LOG: Final = f"""\
-journalctl --no-pager -q -o cat ${{2:+--user}} "_SYSTEMD_INVOCATION_ID=$1" | head -c {_BOOT_BYTES}
+journalctl --no-pager -q -o cat "_SYSTEMD_INVOCATION_ID=$1" | head -c {_BOOT_BYTES}
 """
-"""Arguments: an invocation's id, and a word for the user's manager. What that start printed."""
+"""Argument: an invocation's id. What that start printed, of whichever manager."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +182,7 @@ class LiveUnit:
                 argv, name="boot-log", deadline_s=_LOG_S, check=False, private=True
             )
             return (done.stdout + done.stderr)[:_BOOT_BYTES]
-        argv = ["sh", "-c", BOOT_LOG, "sh", state.invocation, "user" if self.user else ""]
+        argv = ["sh", "-c", BOOT_LOG, "sh", state.invocation]
         done = self.host.run(argv, name="boot-log", deadline_s=_LOG_S, check=False, private=True)
         return done.stdout
 

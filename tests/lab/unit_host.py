@@ -49,6 +49,14 @@ K ($KV_TYPE): $half MiB, V ($KV_TYPE): $half MiB"
 exec {stub} --port 8000 --engine llamacpp --model lab --noise 0.003 --round-ms "$ROUND_MS"
 """
 
+_SUDO = """\
+#!/bin/sh
+[ "$1" = -n ] && [ "$2" = -- ] || { echo "sudo: a password is required" >&2; exit 1; }
+shift 2
+echo "$1" >> /run/sudo.log
+exec "$@"
+"""
+
 _UNIT = """\
 [Unit]
 Description=The lab's server
@@ -174,6 +182,9 @@ class UnitHost(Pair):
     unit_file = _UNIT
     model = "lab"
     named = 'env_var = "SERVE_ENV_FILE"'
+    systemctl: tuple[str, ...] = ("systemctl",)
+    units = "/etc/systemd/system"
+    running = "/run"
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab = lab
@@ -186,9 +197,14 @@ class UnitHost(Pair):
         self.host.write("/etc/serve/serve.sh", _SCRIPT.replace("{stub}", shlex.join(serve)))
         self.run_on_host("chmod", "755", "/etc/serve/serve.sh")
         self.host.write(ENV_FILE, self.environment)
-        self.host.write(f"/etc/systemd/system/{UNIT}", self.unit_file)
+        self.host.write(f"{self.units}/{UNIT}", self.unit_file)
         (folder / "target.toml").write_text(self._target_text())
         self.window = self.write_window("kv")
+
+    @property
+    def drop_in(self) -> str:
+        """Where a start's drop-in lies."""
+        return f"{self.running}/systemd/{Path(self.units).name}/{UNIT}.d/zzzz-dsv41.conf"
 
     def run_on_host(self, *argv: str, check: bool = True) -> str:
         """Run a command on the host; its output."""
@@ -240,8 +256,8 @@ class UnitHost(Pair):
 
     def serve(self) -> None:
         """Enable the unit, and wait until it serves."""
-        self.run_on_host("systemctl", "daemon-reload")
-        self.run_on_host("systemctl", "enable", "--now", UNIT)
+        self.run_on_host(*self.systemctl, "daemon-reload")
+        self.run_on_host(*self.systemctl, "enable", "--now", UNIT)
         self.until_up()
         self.shape = self.target().capture()
 
@@ -256,13 +272,13 @@ class UnitHost(Pair):
     def clean(self) -> None:
         """Take the unit and everything of ours off the host."""
         self.run_on_host("mount", "-o", "remount,size=64m", "/run", check=False)
-        self.run_on_host("systemctl", "disable", "--now", UNIT, check=False)
+        self.run_on_host(*self.systemctl, "disable", "--now", UNIT, check=False)
         for path in (
-            *(f"/run/systemd/system/{UNIT}.d", f"/etc/systemd/system/{UNIT}.d", "/run/dsv41"),
-            *("/etc/serve", f"/etc/systemd/system/{UNIT}", str(Path(HOLD).parent), "/run/ballast"),
+            *(str(Path(self.drop_in).parent), f"{self.units}/{UNIT}.d", f"{self.running}/dsv41"),
+            *("/etc/serve", f"{self.units}/{UNIT}", str(Path(HOLD).parent)),
         ):
             self.run_on_host("rm", "-rf", path)
-        self.run_on_host("systemctl", "daemon-reload")
+        self.run_on_host(*self.systemctl, "daemon-reload")
         self.host.close()
 
     def assert_serving_and_nothing_left(self) -> None:
@@ -272,8 +288,8 @@ class UnitHost(Pair):
         now = target.capture()
         assert now == self.shape
         assert self.host.read(ENV_FILE) == self.environment.encode()
-        assert self.host.read(DROP_IN) is None
-        assert self.run_on_host("find", "/run/dsv41", "-type", "f", check=False) == ""
+        assert self.host.read(self.drop_in) is None
+        assert self.run_on_host("find", f"{self.running}/dsv41", "-type", "f", check=False) == ""
         assert self.host.read(HOLD) is None
         assert not (self.campaign / "intent.json").exists()
         assert self.keepers() == []
@@ -290,6 +306,32 @@ class UnitHost(Pair):
         """What each start of a window was proved to be."""
         lines = [json.loads(x) for x in (folder / "unit.jsonl").read_text().splitlines()]
         return {line["start"]: line for line in lines if line["event"] == "proved"}
+
+
+class SudoUnit(UnitHost):
+    """Everything is done through a `sudo` that takes exactly `-n --`, and says what it ran."""
+
+    named = f"{UnitHost.named}\nsudo = true"
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        super().__init__(lab, folder)
+        self.host.write("/usr/local/bin/sudo", _SUDO)
+        self.run_on_host("chmod", "755", "/usr/local/bin/sudo")
+
+    def clean(self) -> None:
+        """Take the sudo away too."""
+        self.run_on_host("rm", "-f", "/usr/local/bin/sudo", "/run/sudo.log")
+        super().clean()
+
+
+class UserUnit(UnitHost):
+    """The unit is one of the login's own manager."""
+
+    named = f'{UnitHost.named}\nmanager = "user"'
+    unit_file = _UNIT.replace("multi-user.target", "default.target")
+    systemctl = ("systemctl", "--user")
+    units = "/etc/systemd/user"
+    running = "/run/user/0"
 
 
 class LlamaHost(UnitHost):

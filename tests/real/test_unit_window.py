@@ -18,7 +18,7 @@ from pytest_dsv41.hosts import Probe
 from pytest_dsv41.unit.memory import law_against, parse_ledger
 from tests.lab.lab import Lab
 from tests.lab.pair import break_it
-from tests.lab.unit_host import DROP_IN, ENV_FILE, UNIT, LlamaHost, UnitHost
+from tests.lab.unit_host import DROP_IN, ENV_FILE, UNIT, LlamaHost, SudoUnit, UnitHost, UserUnit
 from tests.lifecycle.running import Ended
 
 pytestmark = pytest.mark.slow
@@ -248,3 +248,64 @@ def test_a_rollback_needs_the_windows_folder_alone(unit: UnitHost) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 of 6 answers identical" in done.stdout
     assert invocation(unit) == before
+
+
+SEVERAL = """
+[arms.faster]
+role = "candidate"
+symbol = "X2"
+env = {ROUND_MS = "1.4"}
+[arms.faster.settings]
+flags = {"--round-ms" = "1.4"}
+ledger = {"kv K dtype" = "f16"}
+
+[[claims]]
+text = "What lies between 1.6 and 1.4 is no plateau."
+cell = "decode-b1"
+from_arm = "fast"
+to_arm = "faster"
+direction = "down"
+threshold = 0.05
+"""
+
+
+def test_several_arms_between_two_controls_through_sudo(lab: Lab, tmp_path: Path) -> None:
+    unit = SudoUnit(lab, tmp_path)
+    try:
+        unit.serve()
+        text = unit.window.read_text()
+        text = text.replace('schedule = "C/X/C"', 'schedule = "C/X1/X2/C"')
+        text = text.replace("repeats = {control = 2, fast = 3}", "repeats = 3")
+        text = text.replace("[arms.fast]\n", '[arms.fast]\nsymbol = "X1"\n')
+        text = text.replace("[[cells]]", f"{SEVERAL}\n[[cells]]", 1)
+        unit.window.write_text(text)
+        ended = unit.run()
+        assert ended.returncode == 0, ended.output
+        restored(ended.summary)
+        argv = {
+            start: flag(proof, "--round-ms") for start, proof in unit.proofs(ended.folder).items()
+        }
+        assert argv == {"C1": "2.0", "X1": "1.6", "X2": "1.4", "C2": "2.0"}
+        assert [c["answer"] for c in ended.summary["claims"]] == ["HELD", "HELD", "FALSIFIED"]
+        assert ended.summary["ledgers"]["faster"] == []
+        unit.assert_serving_and_nothing_left()
+        ran = set(unit.run_on_host("cat", "/run/sudo.log").split())
+        assert {"systemctl", "sh", "busctl", "install", "chmod"} <= ran
+    finally:
+        lab.mend()
+        unit.clean()
+
+
+def test_a_unit_of_the_logins_own_manager(lab: Lab, tmp_path: Path) -> None:
+    unit = UserUnit(lab, tmp_path)
+    try:
+        unit.serve()
+        ended = unit.run()
+        assert ended.returncode == 0, ended.output
+        restored(ended.summary)
+        assert flag(unit.proofs(ended.folder)["X"], "--round-ms") == "1.6"
+        assert "kv K dtype: f16 -> q8_0" in ended.summary["ledgers"]["fast"]
+        unit.assert_serving_and_nothing_left()
+    finally:
+        lab.mend()
+        unit.clean()
