@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _drift(args: argparse.Namespace) -> int:
     from ..errors import UsageError
+    from ..payload.shown import Shown
     from ..unit.drift import find_drift, load_checkout, read_file, unregistered
     from ..unit.systemd import read_host_file, read_unit
     from ..unit.unitfile import changes
@@ -116,8 +117,10 @@ def _drift(args: argparse.Namespace) -> int:
     for path in args.own:
         if not path.startswith("/"):
             raise UsageError(f"--own {path}: valid: a drop-in's path on the host")
-    with _host(args) as host:
-        facts = read_unit(host, args.unit, user=args.user, become=_become(args))
+    with _host(args) as host, Shown(sys.stderr) as show:
+        facts = read_unit(
+            host, args.unit, user=args.user, become=_become(args), progress=_telling(show)
+        )
         found = find_drift(
             facts,
             checkout=checkout,
@@ -159,11 +162,12 @@ def _drift(args: argparse.Namespace) -> int:
 
 
 def _why(args: argparse.Namespace) -> int:
+    from ..payload.shown import Shown
     from ..unit.unitfile import unit_name
     from ..unit.why import CAUSES, why
 
-    with _host(args) as host:
-        told = why(host, args.unit, user=args.user, become=_become(args))
+    with _host(args) as host, Shown(sys.stderr) as show:
+        told = why(host, args.unit, user=args.user, become=_become(args), progress=_telling(show))
         name = host.name
     if args.json:
         print(json.dumps({**dataclasses.asdict(told), "unit": unit_name(args.unit), "host": name}))
@@ -189,7 +193,7 @@ def _verify(args: argparse.Namespace) -> int:
             checklist,
             user=args.user,
             become=_become(args),
-            progress=lambda name: show(f"unit verify: {name}"),
+            progress=_telling(show),
         )
     failed = [answer for answer in answers if not answer.passed]
     if args.json:
@@ -225,6 +229,10 @@ def _rollback(args: argparse.Namespace) -> int:
     for alert in done.summary.alerts:
         print(f"ALERT: {_shown(alert)}")
     return done.summary.exit_code if done.summary.exit_code in (20, 21) else 0
+
+
+def _telling(show: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda what: show(f"unit: {what}")
 
 
 def _become(args: argparse.Namespace) -> tuple[str, ...]:

@@ -344,6 +344,7 @@ def _drop_ins(
     facts: UnitFacts, checkout: Checkout | None, ours: Collection[str]
 ) -> Iterator[Finding]:
     every = changes(_with_base(facts))
+    held = live(_with_base(facts))
     declared = checkout.drop_ins if checkout is not None else {}
     order = [file.path for file in facts.drop_ins]
     for file in facts.drop_ins:
@@ -352,10 +353,11 @@ def _drop_ins(
         own = [change for change in every if change.path == file.path]
         same = declared.get(file.path.rpartition("/")[2]) == file.data
         for change in own:
-            mine = [a for a in change.beats if a.path in ours]
+            anywhere = _beaten_anywhere(facts, change, held)
+            mine = [a for a in (*change.beats, *anywhere) if a.path in ours]
             if same and not mine:
                 continue
-            yield _drop_in(file, change, mine, _beaten_by(change, every, order))
+            yield _drop_in(file, change, anywhere, mine, _beaten_by(change, every, order))
         if not own and not same and (file.data.strip() or file.ignored):
             yield _finding("drop-in", file.path, "applies, and sets nothing", basis=[file.sha256])
     names = {file.path.rpartition("/")[2]: file for file in facts.drop_ins}
@@ -380,14 +382,38 @@ def _with_base(facts: UnitFacts) -> list[UnitFile]:
     return [base, *facts.drop_ins]
 
 
+def _beaten_anywhere(
+    facts: UnitFacts, change: Change, held: Mapping[str, Sequence[Assignment]]
+) -> list[Assignment]:
+    """What a change beats wherever it stands: variables of environment files go over those of
+    Environment=, and UnsetEnvironment= goes over both (systemd.exec(5)).
+    """
+    key, _, name = change.subject.partition(" ")
+    names: list[str] = [name] if key == "Service.UnsetEnvironment" and name else []
+    if key == "Service.EnvironmentFile":
+        read = {file.path: file.data or b"" for file in facts.environment_files}
+        for assignment in change.by:
+            data = read.get(assignment.value.removeprefix("-"), b"")
+            names += parse_environment_file(data, version=facts.manager.version)
+    beaten = [a for each in names for a in held.get(f"Service.Environment {each}", ())]
+    return [a for a in dict.fromkeys(beaten) if a.path != change.path]
+
+
 def _drop_in(
-    file: UnitFile, change: Change, mine: Sequence[Assignment], beaten: Sequence[Assignment]
+    file: UnitFile,
+    change: Change,
+    anywhere: Sequence[Assignment],
+    mine: Sequence[Assignment],
+    beaten: Sequence[Assignment],
 ) -> Finding:
     sets = [a for a in change.by if a.value]
     told = f"sets {_shown_all(sets, change.subject)}" if sets else "empties it"
     if change.beats:
         told += "; beats " + ", ".join(f"{a} ({_shown(a, change.subject)})" for a in change.beats)
-    if mine:
+    if anywhere:
+        told += "; goes over " + ", ".join(f"{a} ({_shown(a)})" for a in anywhere)
+        told += ", wherever that stands"
+    elif mine:
         told += f"; ours, {mine[0].path}, is read before it: drop-ins sort by file name"
     if beaten:
         told += "; itself beaten by " + ", ".join(map(str, beaten))
@@ -397,7 +423,7 @@ def _drop_in(
         told,
         line=change.by[0].line,
         key=change.subject,
-        beats=change.beats,
+        beats=[*change.beats, *anywhere],
         basis=[file.sha256],
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -185,6 +185,7 @@ def read_unit(
     user: bool = False,
     become: Sequence[str] = (),
     process: bool = True,
+    progress: Callable[[str], None] | None = None,
 ) -> UnitFacts:
     """Read a service's files, its loaded state and its main process.
 
@@ -195,6 +196,7 @@ def read_unit(
         become: put before every command, such as `("sudo", "-n")`; a process of another user can
             only be read by root.
         process: read the main process too.
+        progress: called with what is read next.
 
     Raises:
         UsageError: no name of a service.
@@ -205,13 +207,17 @@ def read_unit(
         unit = unit_name(unit)
     except ValueError as error:
         raise UsageError(f"unit {one_line(unit, 80)!r}: {error}") from error
+    say = progress or (lambda _: None)
     reader = _Reader(host, user, tuple(become))
+    say(f"{host.name}: systemd")
     manager = reader.manager()
     for _ in range(_TRIES):
         loaded = reader.loaded(unit)
+        say(f"{host.name}: {unit}, its files and its process")
         running = reader.process(loaded) if process and loaded.main_pid else None
         fragment, drop_ins, hidden = reader.files(unit, manager, loaded)
         environment_files = reader.environment_files(loaded)
+        say(f"{host.name}: {unit}, once more")
         again = reader.loaded(unit)
         same = (loaded.fragment, loaded.drop_ins) == (again.fragment, again.drop_ins)
         if process:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -102,14 +103,25 @@ class Why:
         return self.cause not in ("RUNNING", "STARTING", "STOPPED")
 
 
-def why(host: Host, unit: str, *, user: bool = False, become: Sequence[str] = ()) -> Why:
+def why(
+    host: Host,
+    unit: str,
+    *,
+    user: bool = False,
+    become: Sequence[str] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Why:
     """Read a unit's state and journal and say why it does not run; nothing is changed.
+
+    `progress` is called with what is read next.
 
     Raises:
         UsageError: no name of a service.
         CommandFailed, TransportError: the unit cannot be read.
     """
-    facts = read_unit(host, unit, user=user, become=become, process=False)
+    facts = read_unit(host, unit, user=user, become=become, process=False, progress=progress)
+    if progress is not None:
+        progress(f"{host.name}: the journal of {facts.unit}")
     journal = read_journal(host, facts.unit, user=user, become=become)
     return explain(facts.loaded, journal, now_us=facts.manager.now_us)
 
@@ -297,15 +309,13 @@ def _ending(loaded: Loaded, journal: Sequence[JournalLine]) -> _Ending | None:
 
 
 def _seconds(loaded: Loaded, journal: Sequence[JournalLine], end: JournalLine) -> float | None:
-    """How long the process lived: as systemd timed it, else from its run's first record."""
+    """How long the process lived: as systemd timed it, else since it last spoke of the unit."""
     for command in loaded.commands.get(end.command, ()):
         known = _between(command)
         if known is not None and abs(command.ended_us - end.at_us) < 1_000_000:
             return known
-    begun = [
-        line.at_us for line in journal if line.invocation and line.invocation == end.invocation
-    ]
-    return (end.at_us - min(begun)) / 1e6 if begun else None
+    before = [line.at_us for line in journal if line.manager and line.at_us < end.at_us]
+    return (end.at_us - max(before)) / 1e6 if before else None
 
 
 def _between(command: ExecCommand) -> float | None:
@@ -318,13 +328,15 @@ def _refuses_itself(ending: _Ending, journal: Sequence[JournalLine]) -> bool:
     """Whether the server's own command says no: it exits at once, with the same words each time."""
     if ending.code != _EXITED or ending.seconds is None or ending.seconds > _AT_ONCE_S:
         return False
-    runs: dict[str, list[str]] = {}
-    for line in journal:
-        if line.invocation and not line.manager and line.message.strip():
-            runs.setdefault(line.invocation, []).append(re.sub(r"\d+", "0", line.message))
-    said = list(runs.values())[-5:]
-    short = all(len(lines) <= _QUOTED for lines in said)
-    return len(said) >= 2 and short and all(lines == said[0] for lines in said)
+    # By order and not by invocation: the journal may learn a dead process's run too late.
+    ends = [at for at, line in enumerate(journal) if line.code]
+    since = journal[ends[-6] + 1 :] if len(ends) > 5 else journal
+    said = Counter(re.sub(r"\d+", "0", line.message) for line in since if _spoken(line))
+    return len(ends) >= 2 and 0 < len(said) <= _QUOTED and min(said.values()) >= 2
+
+
+def _spoken(line: JournalLine) -> bool:
+    return not line.manager and bool(line.message.strip())
 
 
 def _over_the_limit(loaded: Loaded, journal: Sequence[JournalLine]) -> bool:
@@ -359,11 +371,12 @@ def _unmet(loaded: Loaded, journal: Sequence[JournalLine]) -> str:
 
 def _of_unit(journal: Sequence[JournalLine]) -> tuple[str, ...]:
     """The last words of the last run that said something."""
-    spoken = [line for line in journal if not line.manager and line.message.strip()]
+    spoken = [line for line in journal if _spoken(line)]
     if not spoken:
         return ()
     last = spoken[-1].invocation
-    return tuple(one_line(line.message) for line in spoken if line.invocation == last)[-_QUOTED:]
+    lines = dict.fromkeys(one_line(line.message) for line in spoken if line.invocation == last)
+    return tuple(lines)[-_QUOTED:]
 
 
 def _of_manager(journal: Sequence[JournalLine]) -> tuple[str, ...]:

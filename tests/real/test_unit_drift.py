@@ -285,6 +285,23 @@ def test_an_environment_file_that_changed_under_the_process_and_goes_over_enviro
     assert "has it 3; a restart would set 4" in found[0].what
 
 
+@pytest.mark.parametrize("how", ["EnvironmentFile", "UnsetEnvironment"])
+def test_an_environment_file_beats_ours_though_it_is_read_before_it(how: str, units: Units) -> None:
+    shape = units.write("/srv/foreign.env", "SHAPE_FILE=/srv/staging.env\n")
+    value = f"-{shape}" if how == "EnvironmentFile" else "SHAPE_FILE"
+    foreign = f"{FOLDERS['etc']}/10-foreign.conf"
+    text = f"[Service]\n{how}={value}\n"
+    units.write_all([(OURS, OUR_TEXT.encode()), (foreign, text.encode())])
+    units.reload()
+    units.start(UNIT)
+    won = {"EnvironmentFile": "/srv/staging.env", "UnsetEnvironment": None}[how]
+    assert process(units)[1].get("SHAPE_FILE") == won
+    (found,) = drift(units.host, UNIT, checkout=checkout(), ours=[OURS])
+    assert (found.kind, found.path, found.line) == ("drop-in-over-ours", foreign, 2)
+    assert found.beats == (f"{OURS}:2",)
+    assert "wherever that stands" in found.what
+
+
 def test_a_script_that_becomes_the_server_is_not_drift_until_it_cannot_be_told(
     units: Units,
 ) -> None:

@@ -1,0 +1,207 @@
+"""`dsv41 unit` on this machine, with files, processes and a `busctl` that answers as systemd does.
+
+The answers have the form of systemd 252's; tests/real asks a real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_dsv41.cli import main
+from pytest_dsv41.errors import CommandFailed
+from pytest_dsv41.hosts import CommandLog, LocalHost
+from pytest_dsv41.unit.drift import Finding, drift
+from pytest_dsv41.unit.systemd import read_unit
+
+BUSCTL = """\
+#!/bin/sh
+here=$(dirname "$0")
+case "$*" in
+*LoadUnit*) echo '{"type":"o","data":["/org/freedesktop/systemd1/unit/m_2eservice"]}';;
+*Manager) cat "$here/manager.json";;
+*GetAll*) cat "$here/unit.json";;
+esac
+"""
+NOTHING = "#!/bin/sh\nexit 0\n"
+TEXT = "[Service]\nEnvironment=SHAPE=1\nExecStart=/bin/sleep 1000\n"
+
+
+class Machine:
+    """A unit `m.service` below a folder: its files, what is loaded, and a process that runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.etc, self.run = folder / "etc", folder / "run"
+        for each in (self.etc, self.run, folder / "bin"):
+            each.mkdir()
+        for name, text in (("busctl", BUSCTL), ("journalctl", NOTHING)):
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+        self.fragment = self.etc / "m.service"
+        self.fragment.write_text(TEXT)
+        environment = {"SHAPE": "1", "PATH": os.environ["PATH"]}
+        self.process = subprocess.Popen(["/bin/sleep", "1000"], env=environment)
+        self.loaded: dict[str, Any] = {
+            "Id": "m.service", "Names": ["m.service"], "LoadState": "loaded",
+            "LoadError": ["", ""], "ActiveState": "active", "SubState": "running",
+            "Result": "success", "UnitFileState": "enabled", "FragmentPath": str(self.fragment),
+            "DropInPaths": [], "NeedDaemonReload": False, "Environment": ["SHAPE=1"],
+            "EnvironmentFiles": [], "MainPID": self.process.pid, "NRestarts": 0,
+            "ExecMainStartTimestamp": 4_000_000_000_000_000, "InvocationID": [1, 2],
+            "ExecStartEx": [["/bin/sleep", ["/bin/sleep", "1000"], [], 0, 0, 0, 0, 0, 0, 0]],
+        }  # fmt: skip
+        self.answer()
+
+    def answer(self, **changed: Any) -> None:
+        """What busctl says from now on."""
+        self.loaded |= changed
+        manager = {
+            "Version": "252.39-1~deb12u2", "UnitPath": [str(self.etc), str(self.run)],
+            "Environment": ["LANG=C", f"PATH={os.environ['PATH']}"],
+            "UnitsLoadTimestamp": 4_000_000_000_000_000,
+        }  # fmt: skip
+        for name, values in (("manager", manager), ("unit", self.loaded)):
+            data = [{key: {"type": "v", "data": value} for key, value in values.items()}]
+            text = json.dumps({"type": "a{sv}", "data": data})
+            (self.folder / "bin" / f"{name}.json").write_text(text)
+
+    def drop_in(self, where: Path, name: str, text: str) -> Path:
+        path = where / "m.service.d" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def drift(self, *ours: Path) -> list[Finding]:
+        host = LocalHost(CommandLog(self.folder / "cmd", synced=False))
+        return drift(host, "m", ours=[str(path) for path in ours])
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    try:
+        yield machine
+    finally:
+        machine.process.kill()
+        machine.process.wait()
+
+
+def test_clean_drift_and_what_cannot_be_read(
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["unit", "drift", "m"]) == 0
+    assert "m.service on local: clean" in capsys.readouterr().out
+    path = machine.drop_in(machine.run, "zz.conf", "[Service]\nEnvironment=SHAPE=2\n")
+    machine.answer(DropInPaths=[str(path)], Environment=["SHAPE=2"])
+    assert main(["unit", "drift", "m", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    found = [(f["kind"], f["path"], f["line"], f["key"]) for f in report["findings"]]
+    assert found == [
+        ("drop-in", str(path), 2, "Service.Environment SHAPE"),
+        ("environment", str(path), 2, "SHAPE"),
+    ]
+    assert report["findings"][0]["beats"] == [f"{machine.fragment}:2"]
+    (machine.folder / "bin" / "unit.json").write_text("Failed to connect\n")
+    assert main(["unit", "drift", "m"]) == 4
+    assert "no JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("00.conf", "drop-in"), ("zz.conf", "drop-in-over-ours")]
+)
+def test_a_foreign_drop_in_before_and_after_ours(name: str, kind: str, machine: Machine) -> None:
+    ours = machine.drop_in(machine.run, "50-ours.conf", "[Service]\nEnvironment=SHAPE=3\n")
+    text = "[Service]\n\nExecStart=\nExecStart=/bin/sleep 7\nEnvironment=SHAPE=4\n"
+    foreign = machine.drop_in(machine.etc, name, text)
+    named = [f for f in machine.drift(ours) if f.path == str(foreign)]
+    found = {f.key: f for f in named if f.kind.startswith("drop-in")}
+    shape, command = found["Service.Environment SHAPE"], found["Service.ExecStart"]
+    assert (shape.kind, shape.line) == (kind, 5)
+    # Ours says nothing of the command: that one beats the unit file alone.
+    assert (command.kind, command.line, command.beats) == (
+        "drop-in", 3, (f"{machine.fragment}:3",)
+    )  # fmt: skip
+    expected = f"{ours}:2" if kind == "drop-in-over-ours" else f"{machine.fragment}:2"
+    assert shape.beats == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "key"),
+    [
+        ({"Environment": ["SHAPE=9"]}, "loaded-differs", "Service.Environment SHAPE"),
+        ({"Environment": ["SHAPE=1", "B=2"]}, "loaded-differs", "Service.Environment B"),
+        ({"Environment": []}, "loaded-differs", "Service.Environment SHAPE"),
+        ({"EnvironmentFiles": [["/x", False]]}, "loaded-differs", "Service.EnvironmentFile"),
+        ({"ExecStartEx": []}, "loaded-differs", "Service.ExecStart"),
+        ({"DropInPaths": ["/gone.conf"]}, "gone", ""),
+        ({"FragmentPath": "/lib/m.service"}, "not-loaded", ""),
+        ({"NeedDaemonReload": True}, "daemon-reload", ""),
+        ({"LoadState": "bad-setting"}, "load-state", ""),
+        ({"LoadState": "masked"}, "load-state", ""),
+    ],
+)
+def test_loaded_is_held_against_the_files(
+    changed: dict[str, Any], kind: str, key: str, machine: Machine
+) -> None:
+    machine.answer(**changed)
+    assert (kind, key) in {(f.kind, f.key) for f in machine.drift()}
+
+
+def test_a_process_of_other_words_is_drift_unless_systemd_started_it_so(machine: Machine) -> None:
+    machine.fragment.write_text(TEXT.replace("/bin/sleep 1000", "/bin/serve --slots 2"))
+    command = ["/bin/serve", ["/bin/serve", "--slots", "2"], [], 0, 0, 0, 0, 0, 0, 0]
+    machine.answer(ExecStartEx=[command])
+    assert [f.kind for f in machine.drift()] == ["argv"]
+    command[7] = machine.process.pid
+    machine.answer(ExecStartEx=[command])
+    assert machine.drift() == []
+
+
+def test_what_changes_while_it_is_looked_at_is_not_clean(machine: Machine) -> None:
+    machine.process.kill()
+    machine.process.wait()
+    host = LocalHost(CommandLog(machine.folder / "cmd", synced=False))
+    with pytest.raises(CommandFailed, match="it changes while it is looked at"):
+        read_unit(host, "m")
+    assert read_unit(host, "m", process=False).process is None
+
+
+def test_a_folder_that_cannot_be_read_is_not_empty(machine: Machine) -> None:
+    path = machine.drop_in(machine.run, "a.conf", "")
+    path.parent.chmod(0o000)
+    host = LocalHost(CommandLog(machine.folder / "cmd", synced=False))
+    try:
+        if os.geteuid() == 0:
+            # Root reads it all the same: another user is asked to.
+            for folder in (machine.folder, *machine.folder.parents):
+                with contextlib.suppress(PermissionError):
+                    folder.chmod(folder.stat().st_mode | 0o055)
+                if folder.name.startswith("pytest-of"):
+                    break
+            become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        else:
+            become = []
+        with pytest.raises(CommandFailed, match="cannot be read"):
+            read_unit(host, "m", become=become)
+    finally:
+        path.parent.chmod(0o755)
+
+
+def test_why_asks_the_same_facts(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["unit", "why", "m"]) == 0
+    assert "m.service on local: RUNNING" in capsys.readouterr().out
+    machine.answer(ActiveState="failed", SubState="failed", Result="core-dump", MainPID=0)
+    machine.answer(ExecMainCode=3, ExecMainStatus=11)
+    assert main(["unit", "why", "m", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["cause"] == "CRASH"
+    assert "SIGSEGV" in report["said"]
