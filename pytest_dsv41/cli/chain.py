@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -105,6 +106,8 @@ _said: list[str] = []
 
 
 def _gate(arguments: argparse.Namespace, campaign: Path) -> int:
+    if not 0 <= arguments.wait < math.inf:
+        raise UsageError(f"--wait {arguments.wait}: seconds, 0 or more")
     signals = Signals(lambda _why: None)
 
     def progress(what: str, left: float) -> None:

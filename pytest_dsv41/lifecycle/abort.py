@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..errors import Dsv41Error
 from ..hosts import Probe
@@ -29,9 +31,11 @@ from .marker import (
     read_marker,
     write_refused,
 )
-from .record import TargetRecord, read_record, register_window
+from .record import TargetRecord, read_record, register_window, window_folder
 
 __all__ = ["ABORTED", "ALERT_ONLY", "NOT_RESTORED", "Aborted", "abort", "new_abort_folder"]
+
+_NAME: Final = re.compile(r"CHAIN-ABORT-[A-Za-z0-9._-]{1,48}")
 
 ABORTED = 0
 """Restored and watched, placeholders down, marker gone; or there was no marker."""
@@ -85,17 +89,21 @@ def abort(
     try:
         marker = read_marker(campaign)
         if marker is None:
-            return Aborted(ABORTED, CloseResult(restore=_untouched("no chain marker lies here")))
+            why = "no chain marker lies here"
+            if (campaign / "intent.json").exists():
+                # Not a chain's, and so not this command's to bring back.
+                why += ", but a down-intent: dsv41 status --campaign " + shlex.quote(str(campaign))
+            return Aborted(ABORTED, CloseResult(restore=_untouched(why)))
         lease.check()
         record, seen = _look(campaign, marker, lease, again=again)
-    except (Dsv41Error, OSError) as error:
-        return _alert(one_line(str(error)), down=True)
+    except Exception as error:  # noqa: BLE001 - a target of the user's own
+        return _alert(one_line(str(error) or type(error).__name__), down=True)
     if seen is not None:
         return _alert(seen[0], down=seen[1])
     try:
         return _recover(campaign, marker, record, out, lease, again, on_step, progress)
-    except (Dsv41Error, OSError) as error:
-        refused = _alert(one_line(str(error)), down=True)
+    except Exception as error:  # noqa: BLE001 - a target of the user's own
+        refused = _alert(one_line(str(error) or type(error).__name__), down=True)
         with contextlib.suppress(Dsv41Error, OSError):
             finish_abort(out, refused.closed)
         return refused
@@ -156,7 +164,9 @@ def _recover(
     out.mkdir(parents=True, exist_ok=True)
     # Nothing is measured in a recovery: no time is planned for a seam.
     limits = {key: value for key, value in record.limits.items() if key != "seam_s"}
-    name = out.name if out.name.startswith("CHAIN-ABORT-") else new_abort_folder(campaign).name
+    name = out.name
+    if not _NAME.fullmatch(name) or window_folder(campaign, name) is not None:
+        name = new_abort_folder(campaign).name
     record = dataclasses.replace(record, window=name, limits=limits)
     record.write(out)
     register_window(campaign, name, out, lease.epoch)

@@ -39,6 +39,7 @@ from .marker import (
     add_leftovers,
     clear_beside,
     here,
+    marker_path,
     new_owner,
     read_marker,
     remove_leftovers,
@@ -175,11 +176,15 @@ class _Closer:
 
     def give_back(self, stopped: bool) -> None:
         """Bring production back, unless it was never touched or belongs to the chain's next."""
+        intent, unreadable = None, ""
         try:
             intent = self.intent()
         except Dsv41Error as error:
-            self.result.alerts.append(str(error))
-            self.result.restore = {"status": ALERT, "reason": str(error)}
+            unreadable = str(error)
+        # In a chain the marker says the same: whose production is down, and its capture.
+        if unreadable and not (self.in_chain() and marker_path(self.campaign).exists()):
+            self.result.alerts.append(unreadable)
+            self.result.restore = {"status": ALERT, "reason": unreadable}
             self.result.production_down = True
             return
         mine = intent is not None and intent.window == self.window_id

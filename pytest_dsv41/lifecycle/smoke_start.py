@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 from ..engines import get_engine
 from ..errors import UsageError
@@ -43,6 +43,7 @@ _PROMPT: Final = "Name three rivers and the seas they flow into."
 _SEED: Final = 20_261_027
 
 
+@runtime_checkable
 class Backend(Protocol):
     """The host side of a smoke: what starts, asks and stops one arm by its name.
 
@@ -194,10 +195,15 @@ def load_backend(name: str, experiment: Path, out: Path) -> Backend:
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)
-        backend: Backend = factory(experiment, out)
-    except Exception as error:  # foreign code, whatever it raises
+        backend = factory(experiment, out)
+    except (Exception, SystemExit) as error:  # foreign code, whatever it raises
         why = one_line(str(error) or type(error).__name__)
         raise UsageError(f"smoke backend {one_line(name)}: {why}") from error
+    if not isinstance(backend, Backend):
+        raise UsageError(
+            f"smoke backend {one_line(name)}: {type(backend).__name__} lacks one of start, models, "
+            "greedy, rounds, stop"
+        )
     return backend
 
 

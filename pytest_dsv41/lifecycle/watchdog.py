@@ -61,9 +61,13 @@ def pass_once(
     progress: Callable[[str, float], None] = lambda _what, _left: None,
 ) -> Pass:
     """Look, recover a stopped chain once, and tell what stands. Never raises for the facts."""
-    recovered = None
+    recovered, settings, unset = None, Campaign(), ""
     try:
         settings = read_campaign(campaign)
+    except Dsv41Error as error:
+        # A slip in the settings must not keep a stopped chain from its recovery.
+        unset = one_line(f"the settings count as not written: {error}")
+    try:
         status = look(campaign)
         if status.observation.answer is Answer.RECOVER:
             recovered, status = _recover(campaign, progress)
@@ -71,23 +75,27 @@ def pass_once(
         why = one_line(f"the facts of {campaign} cannot be read: {error}")
         alert = {"answer": "ALERT", "why": why, "row": 0, "command": "look at it by hand"}
         with contextlib.suppress(Dsv41Error):
-            return _tell(campaign, Campaign(), "ALERT", _CANNOT_LOOK, alert, "")
+            return _tell(campaign, settings, "ALERT", _CANNOT_LOOK, alert, "")
         return Pass("ALERT", _CANNOT_LOOK, alert)
     seen = status.observation
-    if seen.answer is not Answer.ALERT:
+    if seen.answer is not Answer.ALERT and not unset:
         _clear(campaign)
         return Pass(seen.answer.value, status.exit_code, recovered=recovered)
+    code, command = status.exit_code, status.command
+    answer = Answer.ALERT.value
+    if seen.answer is not Answer.ALERT:
+        code, command = code or _CANNOT_LOOK, command or f"correct {campaign / 'campaign.toml'}"
     alert = {
-        "answer": seen.answer.value,
-        "why": seen.why,
+        "answer": answer,
+        "why": f"{seen.why}; {unset}" if unset else seen.why,
         "row": seen.row,
-        "command": status.command,
+        "command": command,
         "production": one_line(status.production),
         "window": status.window,
         "down": seen.down,
     }
     stop = status.marker.stop_id if status.marker else ""
-    told = _tell(campaign, settings, seen.answer.value, status.exit_code, alert, stop)
+    told = _tell(campaign, settings, answer, code, alert, stop)
     return dataclasses.replace(told, recovered=recovered)
 
 

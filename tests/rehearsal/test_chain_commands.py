@@ -27,6 +27,8 @@ from pytest_dsv41.lifecycle.chain import (
     restore_required,
 )
 from pytest_dsv41.lifecycle.marker import read_marker
+from pytest_dsv41.lifecycle.record import windows
+from pytest_dsv41.window.summary import read_summary
 
 SCRIPTS = Path(pytest_dsv41.__file__).parent / "scripts"
 
@@ -288,3 +290,29 @@ def test_a_wrong_campaign_file_is_one_line(text: str, told: str, tmp_path: Path)
     with pytest.raises(UsageError, match=told) as error:
         read_campaign(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("raw", ["torn", "[" * 100_000])
+def test_a_damaged_intent_or_settings_keep_no_stopped_chain_from_its_recovery(
+    pair: Pair, raw: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair.run(FIRST)
+    (pair.campaign / "intent.json").write_text(raw)
+    (pair.campaign / "marker.json.refused").write_text("{}")
+    (pair.campaign / "campaign.toml").write_text(raw)
+    assert main(["watchdog", "--campaign", str(pair.campaign)]) == 21
+    assert "RESTORED, watch PASS" in capsys.readouterr().out
+    (pair.campaign / "campaign.toml").write_text('coordinator = "night-shift"\n')
+    pair.nothing_is_left()
+
+
+@pytest.mark.parametrize("name", ["CHAIN-ABORT-$(x)\n-rf", "CHAIN-ABORT-", "mine"])
+def test_a_recoverys_own_name_never_comes_from_an_odd_folder(
+    pair: Pair, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair.run(FIRST)
+    out = pair.root / name
+    assert chain(pair, "abort", "--out", str(out)) == 0
+    (owner,) = [n for n in windows(pair.campaign) if n.startswith("CHAIN-ABORT-2")]
+    assert read_summary(out).window.id == owner
+    pair.nothing_is_left()

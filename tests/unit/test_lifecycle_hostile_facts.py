@@ -25,7 +25,7 @@ from pytest_dsv41.lifecycle.marker import Marker, here, read_marker, write_marke
 from pytest_dsv41.lifecycle.observer import Facts, Presence, observe
 from pytest_dsv41.lifecycle.record import register_window, window_folder, windows
 from pytest_dsv41.lifecycle.recover import look
-from pytest_dsv41.lifecycle.smoke_start import smoke
+from pytest_dsv41.lifecycle.smoke_start import load_backend, smoke
 from pytest_dsv41.lifecycle.watchdog import pass_once
 
 OWNER = "chain-20260101T000000Z-0000abcd"
@@ -305,6 +305,47 @@ def test_any_fault_of_a_smokes_backend_is_a_failed_step_and_the_arm_is_stopped()
     found = smoke(backend, "x")
     assert (found.passed, found.failed) == (False, "start")
     assert backend.stopped == 1
+
+
+def leave(*_: object) -> None:
+    sys.exit(3)
+
+
+def nothing(*_: object) -> None:
+    return None
+
+
+@pytest.mark.parametrize(("factory", "why"), [("leave", "leave: 3"), ("nothing", "lacks one")])
+def test_a_backend_that_is_none_is_refused_before_anything_is_started(
+    factory: str, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        load_backend(f"{__name__}:{factory}", tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("text", ['coordinator = "me', "wrong = 1", "alert_repeat_hours = -1"])
+def test_a_slip_in_the_settings_hides_nothing_from_the_watchdog(text: str, tmp_path: Path) -> None:
+    (tmp_path / "campaign.toml").write_text(text)
+    found = pass_once(tmp_path)
+    assert found.exit_code == 21
+    assert found.alert is not None
+    assert "the settings count as not written" in found.alert["why"]
+    write_marker(tmp_path, marker(tmp_path / "gone"))
+    found = pass_once(tmp_path)
+    assert found.exit_code == 20
+    assert found.alert is not None
+    assert found.alert["why"].startswith("cannot see production, and a window of ours is open")
+
+
+@pytest.mark.parametrize("wait", ["nan", "inf", "-1"])
+def test_a_wait_is_a_number_of_seconds(
+    wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "campaign.toml").write_text('coordinator = "me"\n')
+    monkeypatch.setenv("WINDOW_COORDINATOR", "me")
+    words = ["chain", "gate", "--campaign", str(tmp_path), "--prev", "x", f"--wait={wait}"]
+    assert main(words) == 4
+    assert "--wait" in capsys.readouterr().err
 
 
 def test_a_recovery_never_writes_into_a_folder_that_holds_something(
