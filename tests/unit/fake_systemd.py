@@ -176,5 +176,16 @@ def sha256sum(call: Call) -> Reply:
     return Reply(out=f"{hashlib.sha256(data).hexdigest()}  {call.argv[-1]}\n")
 
 
+def podman(call: Call) -> Reply:
+    if call.args[0] == "inspect":
+        return Reply(out=(call.machine.load("/fake/podman") or b"").decode() + "\n")
+    dtype = "q8_0" if b"q8_0" in (call.machine.load("/fake/podman") or b"") else "f16"
+    size = "llama_kv_cache: size = 10.00 MiB (  4096 cells,   3 layers,  2/2 seqs), "
+    return Reply(
+        out="llama_context: n_ctx         = 4096\n",
+        err=f"{size}K ({dtype}): 5.00 MiB, V ({dtype}): 5.00 MiB\n",
+    )
+
+
 def nothing(call: Call) -> Reply:
     return Reply()

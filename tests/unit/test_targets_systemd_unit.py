@@ -24,7 +24,7 @@ from pytest_dsv41.errors import (
     WindowStopped,
 )
 from pytest_dsv41.hosts import CommandLog, Probe
-from pytest_dsv41.hosts.fake import FakeHost, FakeWorld
+from pytest_dsv41.hosts.fake import CallerKilled, FakeHost, FakeWorld
 from pytest_dsv41.targets import Arm, Target, TargetContext, systemd_unit, systemd_unit_target
 from pytest_dsv41.targets.systemd_unit import SystemdUnitTarget
 from pytest_dsv41.unit.drift import Finding
@@ -76,6 +76,7 @@ class Host:
             "install": "nothing",
             "test": "exists",
             "sha256sum": "sha256sum",
+            "podman": "podman",
         }
         self.world = FakeWorld.create(
             folder / "world",
@@ -129,14 +130,17 @@ class Host:
     def mode(self, path: str) -> str:
         return (self.host.read(f"/fake/mode{path}") or b"").decode()
 
-    def serves_its_own_shape(self) -> bool:
+    def serves_its_own_shape(self, *, running: bool = False) -> bool:
+        """Whether it does; `running`: whatever files of a start lie there, not loaded."""
         machine = self.world.machine("alpha")
         argv = [p.argv for p in machine.processes.values()]
+        if running and DROP_IN in self.systemd()["drop_ins"]:
+            return False
         return (
             self.systemd()["active"] == "active"
             and argv == [["/usr/bin/serve", "--port", "8000", "--cache-type-k", "f16"]]
             and self.host.read(ENV_FILE) == ENVIRONMENT.encode()
-            and not [p for p in machine.files if p.startswith("/run/")]
+            and (running or not [p for p in machine.files if p.startswith("/run/")])
         )
 
 
@@ -399,6 +403,82 @@ def test_what_an_arm_or_a_rollback_needs_is_proved_first(unit: Host) -> None:
         unit.target(payloads={"/models/a.bin": "0" * 64}).capture()
     right = hashlib.sha256(b"weights").hexdigest()
     assert unit.target(payloads={"/models/a.bin": right}).capture()["payloads"]
+
+
+def whole(target: SystemdUnitTarget) -> None:
+    """From production down over one start to production back."""
+    target.stop_production()
+    target.start_arm("X", SMALL)
+    target.stop_arm("X")
+    target.start_production()
+
+
+def acts(unit: Host) -> list[tuple[str, int]]:
+    """Every act of a whole flow on the host, each with how often it was done before."""
+    before = len(unit.world.events())
+    whole(unit.target())
+    seen: list[tuple[str, int]] = []
+    for event in unit.world.events()[before:]:
+        name = str(event["what"])
+        seen.append((name, 1 + sum(known == name for known, _ in seen)))
+    return seen
+
+
+@pytest.mark.slow  # a hundred kills
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_kill_at_any_act_leaves_what_another_process_brings_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    monkeypatch.setitem(ENGINES, "llamacpp", Serves())
+    monkeypatch.setattr(systemd_unit, "drift", lambda *_words, **_named: [])
+    # What is killed undoes nothing.
+    monkeypatch.setattr(SystemdUnitTarget, "_undo", lambda _self, _name: None)
+
+    def host(name: str) -> Host:
+        (tmp_path / name).mkdir()
+        unit = Host(tmp_path / name)
+        record = {"configuration": unit.target().capture()}
+        (unit.folder / "rollback.json").write_text(dump_json(record))
+        return unit
+
+    everything = acts(host("clean"))
+    assert len(everything) > 40
+    for number, (name, count) in enumerate(everything):
+        unit = host(f"killed-{number}")
+        unit.world.arm("kill", name, host="alpha", after=after, count=count)
+        with pytest.raises(CallerKilled):
+            whole(unit.target())
+        other = unit.target(epoch=6)
+        seen = other.probe()
+        assert (seen.state is Probe.UP) == unit.serves_its_own_shape(running=True), (name, seen)
+        other.stop_all()
+        assert other.live_experiments() == [], name
+        other.start_production()
+        assert other.probe().state is Probe.UP
+        assert unit.serves_its_own_shape(), name
+        assert other.leftovers() == []
+
+
+PODMAN = json.dumps(
+    {"Entrypoint": ["/bin/serve"], "Cmd": ["--cache-type-k", "f16"], "Env": ["TOKEN=canary-77"]}
+)
+
+
+def test_a_containers_command_line_is_the_servers(unit: Host) -> None:
+    unit.host.write("/fake/podman", PODMAN)
+    target = unit.target(runtime="podman", container="served")
+    assert target.capture()["argv"] == ["/bin/serve", "--cache-type-k", "f16"]
+    (unit.folder / "rollback.json").write_text(dump_json({"configuration": target.capture()}))
+    target.stop_production()
+    # The container runs on as it was: whatever the unit's own process says, it is not the arm.
+    with pytest.raises(WindowStopped, match="--cache-type-k is f16, not q8_0"):
+        target.start_arm("X", SMALL)
+    unit.host.write("/fake/podman", PODMAN.replace("f16", "q8_0"))
+    target.start_arm("X", SMALL)
+    assert "canary-77" not in (unit.folder / "unit.jsonl").read_text()
+    target.stop_all()
+    unit.host.write("/fake/podman", PODMAN)
+    target.start_production()
 
 
 def test_values_of_the_environment_stand_in_no_record(unit: Host) -> None:
