@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..text import one_line
 
 if TYPE_CHECKING:
-    from ..window.summary import Summary
+    from ..window.summary import ClaimInfo, Summary
     from ..window.verdict import Outcome
 
 __all__ = ["HELP", "configure", "run"]
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """
     # numpy and scipy are loaded by the verdict only.
     from ..window.advice import read_prior
+    from ..window.claims import judge_claims
     from ..window.quality import judge_quality
     from ..window.summary import FILE_NAME, read_summary
     from ..window.verdict import conclude, read_folder
@@ -55,14 +57,20 @@ def run(args: argparse.Namespace) -> int:
         outcome = dataclasses.replace(
             outcome, status="REFUSED", exit_code=13, incomplete=[], notes=[]
         )
+    claims = judge_claims(plan, values)
     if args.json:
-        print(json.dumps({"window_id": plan.window_id, **outcome.to_json()}, indent=2))
+        told = [claim.model_dump(mode="json") for claim in claims]
+        print(
+            json.dumps({"window_id": plan.window_id, **outcome.to_json(), "claims": told}, indent=2)
+        )
     else:
-        print(_text(plan.window_id, outcome, summary), end="")
+        print(_text(plan.window_id, outcome, summary, claims), end="")
     return outcome.exit_code
 
 
-def _text(window_id: str, outcome: Outcome, summary: Summary | None) -> str:
+def _text(
+    window_id: str, outcome: Outcome, summary: Summary | None, claims: Sequence[ClaimInfo]
+) -> str:
     from ..report.terminal import render_decision
 
     parts = [f"window {one_line(window_id)}\n"]
@@ -73,6 +81,7 @@ def _text(window_id: str, outcome: Outcome, summary: Summary | None) -> str:
         parts.append("\n")
     if outcome.status == "REFUSED" and summary:
         parts.append(f"refused: {one_line(summary.stopped or 'no reason was recorded', 2000)}\n")
+    parts += [f"claim: {one_line(claim.line, 2000)}\n" for claim in claims]
     parts += [f"missing: {one_line(line)}\n" for line in outcome.incomplete]
     parts += [f"note: {one_line(line)}\n" for line in outcome.notes]
     for name, lines in outcome.advisory.items():

@@ -43,7 +43,8 @@ def rollback_window(folder: Path, *, say: Callable[[str], None] = lambda _line: 
     """Bring the unit of the window in `folder` back to what it was before the window.
 
     Raises:
-        UsageError: the folder is no window's on a unit, or its capture was changed.
+        UsageError: the folder is no window's on a unit, its capture was changed, or the campaign's
+            intent cannot be read.
         RefusedByWorld: somebody works on it, a HOLD of others lies there, or something that the
             way back needs is missing; nothing was touched.
         TransportError: the host does not answer; nothing was touched.
@@ -67,9 +68,8 @@ def rollback_window(folder: Path, *, say: Callable[[str], None] = lambda _line: 
         proved = tuple(target.prove_rollback())
         for line in proved:
             say(line)
-        intent = None
-        with contextlib.suppress(UsageError):
-            intent = read_intent(campaign)
+        # One that cannot be read counts as somebody's, and is not written over.
+        intent = read_intent(campaign)
         if intent is not None and intent.window != record.window:
             raise RefusedByWorld(
                 f"production is down by {one_line(intent.window)}: its own rollback goes first"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from scipy import stats
 from window_values import plan_of, values_of, window_text
 
+from pytest_dsv41.cli import main
 from pytest_dsv41.errors import SpecError
 from pytest_dsv41.window.claims import judge_claims
 from pytest_dsv41.window.plan import Plan, render_plan
@@ -137,3 +139,18 @@ def test_a_claim_is_part_of_the_plan(tmp_path: Path) -> None:
 def test_a_wrong_claim_is_one_line(tmp_path: Path, old: str, new: str, told: str) -> None:
     with pytest.raises(SpecError, match=told):
         plan_of(tmp_path, text_of().replace(old, new))
+
+
+def test_the_folder_answers_the_claims_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_with(tmp_path, "up", "0.05")
+    rows = values_of(plan, {("c1", "ttft_ms"): 1.09})
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "values.jsonl").write_text(lines)
+    (found,) = judge_claims(plan, rows)
+    main(["decide", str(tmp_path)])
+    assert f"claim: {found.line}\n" in capsys.readouterr().out
+    main(["decide", "--json", str(tmp_path)])
+    assert json.loads(capsys.readouterr().out)["claims"] == [found.model_dump(mode="json")]
