@@ -744,10 +744,10 @@ class Loop:
         self._poll.close()
 
     def sample_offset(self) -> int:
-        """Wall clock minus monotonic clock now, in ns (the tightest of up to three tries)."""
+        """Wall clock minus monotonic clock now, in ns (the tightest of up to ten tries)."""
         best = None
         offset = 0
-        for _ in range(3):
+        for _ in range(10):
             before = time.monotonic_ns()
             wall = self._realtime_ns()
             after = time.monotonic_ns()

@@ -16,7 +16,8 @@ Python of an environment that has them:
     python3 -m venv peers && peers/bin/pip install guidellm==0.8.1 aiperf==0.13.0
     python tests/benchmarks/bench_wire.py --peers peers/bin/python
 
-Their CPU includes their start. Never part of CI: together they weigh gigabytes.
+Their CPU includes their start, and so does that of our reader in a process of its own. Never part
+of CI: together they weigh gigabytes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pytest_dsv41.measure.reader import Reader
+from pytest_dsv41.measure.stream import read_stream
+from pytest_dsv41.measure.wire import Call, Exchange, Finished, Limits, Loop
 from pytest_dsv41.stub import spawn
 
 TOKENS = 30
@@ -99,28 +103,46 @@ class Lines:
         return Seen(self.seed, self.number, self.start, self.first, self.last, self.events)
 
 
-def ours(url: str, seeds: list[int], *, kernel: bool = True) -> list[Seen]:
-    from pytest_dsv41.measure.stream import read_stream
-    from pytest_dsv41.measure.wire import Call, Exchange, Limits, Loop
+def calls(url: str, seeds: list[int]) -> list[Call]:
+    return [
+        Call(f"{url}/v1/completions", "POST", HEADERS, body(seed), Limits(events=9999))
+        for seed in seeds
+    ]
 
+
+def ours(url: str, seeds: list[int], *, kernel: bool = True) -> list[Seen]:
     deadline = time.monotonic_ns() + 60 * 10**9
     with Loop() as loop:
-        exchanges = [
-            Exchange(
-                Call(f"{url}/v1/completions", "POST", HEADERS, body(seed), Limits(events=9999)),
-                loop.connect(url, deadline),
-            )
-            for seed in seeds
-        ]
+        exchanges = [Exchange(call, loop.connect(url, deadline)) for call in calls(url, seeds)]
         loop.run(exchanges, deadline_ns=deadline)
         for exchange in exchanges:
             exchange.connection.close()
+            if not kernel:
+                exchange.reads = [read._replace(kernel_ns=None) for read in exchange.reads]
+    return told(seeds, [exchange.result() for exchange in exchanges])
+
+
+class InAProcess:
+    """This client as windows use it: the streams are read by a process that does nothing else."""
+
+    def __init__(self) -> None:
+        self._reader = Reader()
+
+    def __call__(self, url: str, seeds: list[int]) -> list[Seen]:
+        deadline = time.monotonic_ns() + 60 * 10**9
+        sent = calls(url, seeds)
+        return told(seeds, self._reader.read(sent, unix=None, deadline_ns=deadline, stop=None))
+
+    def close(self) -> None:
+        """End the process, so that its CPU time is counted."""
+        self._reader.close()
+
+
+def told(seeds: list[int], finished: list[Finished]) -> list[Seen]:
     out = []
-    for seed, exchange in zip(seeds, exchanges, strict=True):
-        if not kernel:
-            exchange.reads = [read._replace(kernel_ns=None) for read in exchange.reads]
-        record = read_stream(exchange.result(), prompt_sha256="", max_tokens=TOKENS, exact=True)
-        found = _number.search(exchange.result().body.decode())
+    for seed, exchange in zip(seeds, finished, strict=True):
+        record = read_stream(exchange, prompt_sha256="", max_tokens=TOKENS, exact=True)
+        found = _number.search(exchange.body.decode())
         assert found
         tokens = sum(1 for event in record.events if event.kind == "token")
         out.append(
@@ -217,6 +239,7 @@ def aiohttp_client(url: str, seeds: list[int]) -> list[Seen]:
 
 CLIENTS: dict[str, Callable[[str, list[int]], list[Seen]]] = {
     "dsv41, kernel stamps": ours,
+    "dsv41, in a process": InAProcess(),
     "dsv41, read stamps": lambda url, seeds: ours(url, seeds, kernel=False),
     "http.client in threads": in_threads(http_client),
     "aiohttp": aiohttp_client,
@@ -385,11 +408,14 @@ def run(widths: list[int], quick: bool, only: str, peers: dict[str, Peer]) -> li
                     times = max(2 if quick else 4, (12 if quick else 60) // width)
                     seen: list[Seen] = []
                     gc.collect()
-                    cpu = time.process_time()
+                    cpu = time.process_time() + _children()
                     for _ in range(times):
                         seen += client(server.url, list(range(seed, seed + width)))
                         seed += width
-                    runs.append((name, width, seen, time.process_time() - cpu))
+                    if isinstance(client, InAProcess):
+                        client.close()
+                    cpu = time.process_time() + _children() - cpu
+                    runs.append((name, width, seen, cpu))
             for name, peer in peers.items():
                 if only not in name:
                     continue
