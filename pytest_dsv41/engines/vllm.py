@@ -156,7 +156,8 @@ class Vllm(Engine):
         if metrics.status_code == 200:
             dtype = _cache_dtype(metrics.text)
             found.append(Served.of(f"{_CACHE} cache_dtype", kv_dtype=dtype))
-        info = self._told(url, "/server_info?config_format=json", timeout, client)
+        # Its first answer describes the whole machine, which takes it many seconds.
+        info = self._told(url, "/server_info?config_format=json", max(timeout, 60.0), client)
         config = info.get("vllm_config") if isinstance(info, dict) else None
         scheduler = config.get("scheduler_config") if isinstance(config, dict) else None
         if isinstance(scheduler, dict):

@@ -553,8 +553,9 @@ class _Gauge:
         """
         if self._error is not None:
             raise self._error
-        most = max((running for at, running in self._looks if at < first_end_ns), default=0.0)
-        self.most_beside = round(most)
+        seen = [running for at, running in self._looks if at < first_end_ns]
+        most = max(seen, default=0.0)
+        self.most_beside = round(most) if seen else None
         if must and most < self._wanted:
             raise MeasurementRefused(
                 "not-admitted",

@@ -35,16 +35,16 @@ def test_the_window_on_the_page_decides_gates_and_tells_the_cost(
     assert gate["gate"]["floor"] == float(floor)
     cost = summary.costs["fast"]
     (key,) = cost.differing
-    assert (key.key, key.control, key.candidate) == ("--round-ms", "2.0", "1.6")
+    assert (key.key, key.control, key.candidate) == ("--round-ms", "4.0", "3.2")
     rows = {(row.cell, row.metric): row for row in cost.rows}
     decode = rows["ladder-b1-1k", "decode_tok_s"]
-    # 2.0 ms a token against 1.6: 25 %, far outside 3 %.
+    # 4.0 ms a token against 3.2: 25 %, far outside 3 %.
     assert decode.delta == pytest.approx(0.25, abs=0.08)
     assert (decode.outside, decode.better, decode.n_control) == (True, True, 3)
     assert ("prefill-cold-1k", "decode_tok_s") not in rows
     shown = ended.output
     assert "cost of fast" in shown
-    assert "differs in --round-ms: 2.0 → 1.6" in shown
+    assert "differs in --round-ms: 4.0 → 3.2" in shown
     page = (folder / "report.html").read_text()
     assert "What it costs: fast" in page
     assert "Gate fast-enough of fast" in page
@@ -77,7 +77,7 @@ name = "capacity-2"
 name = "capacity-3"
 
 [limits]
-start_s = 20
+start_s = 60
 watch_s = 0.5
 
 [target]

@@ -85,9 +85,9 @@ def said(stream: StreamRecord) -> tuple[str, str]:
         MeasurementRefused: kind `law-thinking`: thinking was off, and the whole budget was spent
             in it.
     """
-    if stream.text.strip():
+    if stream.text.strip() or not stream.reasoning.strip():
         return stream.text, "content"
-    if stream.reasoning.strip() and stream.finish_reason == "length":
+    if stream.finish_reason == "length":
         raise MeasurementRefused(
             "law-thinking",
             f"all {stream.completion_tokens} tokens are reasoning and the content is empty, "
