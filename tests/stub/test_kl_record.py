@@ -14,10 +14,11 @@ from wire_groups import endpoint, stub
 
 from pytest_dsv41.cli import main
 from pytest_dsv41.engines import get_engine
-from pytest_dsv41.errors import MeasurementFailed, UsageError
+from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.quality.reference import (
     TopkRecording,
     corpus_plan,
+    open_recording,
     plan_like,
     record_topk,
     score_topk,
@@ -166,6 +167,8 @@ def test_a_stopped_recording_is_unfinished_and_the_next_one_takes_it_over(
         )  # fmt: skip
     assert caught.value.kind == "stopped"
     assert not (tmp_path / "ref" / "topk.json").exists()
+    with pytest.raises(MeasurementRefused, match=r"no topk\.json: no recording"):
+        open_recording(tmp_path / "ref")
     record_topk(where, plan, tmp_path / "ref", deadline_s=60)
     assert verify(TopkRecording(tmp_path / "ref")) == []
 

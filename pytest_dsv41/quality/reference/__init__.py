@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pytest_dsv41.errors import MeasurementRefused
 from pytest_dsv41.quality.reference.convert import convert
 from pytest_dsv41.quality.reference.dense import Dense
 from pytest_dsv41.quality.reference.gate import Limits, judge, left_shape, read_receipt
@@ -67,8 +68,16 @@ def open_recording(path: Path, *, model: str = "") -> KldRecording | BaseFile | 
     `model` names what a base file does not say of itself.
 
     Raises:
-        MeasurementRefused: it is damaged; see the classes.
+        MeasurementRefused: it is damaged; see the classes. Kind `unfinished`: a folder without
+            either manifest.
     """
     if path.is_file():
         return BaseFile(path, model=model)
-    return TopkRecording(path) if (path / "topk.json").exists() else KldRecording(path)
+    if (path / "topk.json").exists():
+        return TopkRecording(path)
+    if path.is_dir() and not (path / "kld.json").exists():
+        raise MeasurementRefused(
+            "unfinished",
+            f"{path}: has no kld.json and no topk.json: no recording, or one that did not end",
+        )
+    return KldRecording(path)
