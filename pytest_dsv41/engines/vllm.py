@@ -28,6 +28,7 @@ _WAITING: Final = "vllm:num_requests_waiting"
 _SUCCESS: Final = "vllm:request_success_total"
 _TOKENS: Final = "vllm:generation_tokens_total"
 _PROMPT: Final = "vllm:prompt_tokens_total"
+_QUERIES: Final = "vllm:prefix_cache_queries_total"
 _HITS: Final = "vllm:prefix_cache_hits_total"
 _PREEMPT: Final = "vllm:num_preemptions_total"
 _DECODE_S: Final = "vllm:request_decode_time_seconds_sum"
@@ -44,7 +45,7 @@ _CACHE: Final = "vllm:cache_config_info"
 _NEEDED: Final = (_SUCCESS, _TOKENS, _PROMPT, _DECODE_S, _DECODE_N)
 _DRAFTING: Final = (_DRAFTS, _DRAFT_TOKENS, _ACCEPTED)
 _COUNTERS: Final = (
-    _SUCCESS, _TOKENS, _PROMPT, _HITS, _PREEMPT, _DECODE_S, _DECODE_N, _STEPS, _OUTPUTS,
+    _SUCCESS, _TOKENS, _PROMPT, _QUERIES, _HITS, _PREEMPT, _DECODE_S, _DECODE_N, _STEPS, _OUTPUTS,
     _DRAFTS, _DRAFT_TOKENS, _ACCEPTED, _PER_POS,
 )  # fmt: skip
 
@@ -117,6 +118,15 @@ class Vllm(Engine):
                     f"{name} moved by {count(name)}, the streams' own are {own}: another request "
                     "ran beside them",
                 )
+        looked, prompt = count(_QUERIES), count(_PROMPT) or 0
+        if len(done) == 1 and looked is not None and looked > prompt:
+            # Nothing else tells of a request that left before its first token. (Beside others a
+            # request that waits is looked up again.)
+            raise MeasurementRefused(
+                "foreign-request",
+                f"{_QUERIES} moved by {looked}, the prompt has {prompt} tokens: another request "
+                "came and left",
+            )
         accepted, drafts = count(_ACCEPTED), count(_DRAFTS)
         positions = {
             name: new[name] - old.get(name, 0.0) for name in new if name.startswith(_PER_POS + "{")

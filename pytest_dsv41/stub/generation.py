@@ -247,6 +247,8 @@ def _paced(server: Server, faults: Faults) -> Profile | None:
         return None
     if "prefill_ms" in pace:
         pace["prefill_ms_per_token"] = 0
+    if pace.get("draft_tokens") and not server.profile.draft_tokens:
+        raise BadRequest("fault draft-tokens: this server was started without drafts")
     try:
         return make_profile(pace, base=server.profile)
     except UsageError as error:

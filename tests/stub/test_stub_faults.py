@@ -613,6 +613,14 @@ def test_tokenize_and_reset(stub: Serving) -> None:
 # ---- switching ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_drafts_of_one_request_need_a_server_that_drafts(engine: str) -> None:
+    with serve(engine=engine, draft_tokens=0, round_ms=1, prefill_ms=1, realtime=False) as plain:
+        answer = complete(plain.url, "draft-tokens=2")
+        assert (answer.status, "without drafts" in answer.text) == (400, True)
+        assert complete(plain.url).status == 200
+
+
 def test_a_fault_comes_by_header_field_profile_or_for_a_path(stub: Serving) -> None:
     assert "[DONE]" not in complete(stub.url, x_stub_fault="no-done").data
     assert "[DONE]" not in complete(stub.url, x_stub_fault=["no-done", "crlf"]).data

@@ -186,6 +186,22 @@ def test_prompt_tokens_that_are_not_the_streams_are_somebody_elses() -> None:
     assert refused.value.kind == "foreign-request"
 
 
+@pytest.mark.parametrize(("looked", "refused"), [(0, False), (5, False), (6, True), (105, True)])
+def test_a_foreign_request_that_left_before_its_first_token_is_seen(
+    looked: int, refused: bool
+) -> None:
+    # Our prompt has 5 tokens; without prefix caching nothing is looked up.
+    name = "vllm:prefix_cache_queries_total"
+    before = look(vllm_text() + f"{name} 0\n")
+    after = look(vllm_text(success=1, tokens=40, decode_s=1) + f"{name} {looked}\n")
+    if not refused:
+        assert get_engine("vllm").account(before, after, done(40)).tokens == 40
+        return
+    with pytest.raises(MeasurementRefused, match=name) as why:
+        get_engine("vllm").account(before, after, done(40))
+    assert why.value.kind == "foreign-request"
+
+
 @pytest.mark.parametrize("place", ["x", "-1", "²", ""])
 def test_a_position_that_is_none_is_refused_by_name(place: str) -> None:
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
