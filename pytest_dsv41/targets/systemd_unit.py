@@ -19,6 +19,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
@@ -47,7 +48,7 @@ from ..text import one_line
 from ..unit.drift import drift, load_checkout, unregistered
 from ..unit.envfile import check_changes, variant
 from ..unit.live import LiveUnit, UnitState
-from ..unit.masking import masked_argv
+from ..unit.masking import masked_words
 from ..unit.memory import Ledger
 from ..unit.proof import Expected, mismatches
 from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
@@ -364,7 +365,7 @@ class SystemdUnitTarget:
         unit = self._unit.look()
         begun = unit.down or written
         if captured is not None:
-            begun = begun or list(self._unit.argv(unit)) != captured["argv"]
+            begun = begun or _argv_sha256(self._unit.argv(unit)) != captured["argv_sha256"]
         try:
             if begun:
                 self._begin(name)
@@ -531,6 +532,7 @@ class SystemdUnitTarget:
 
     def _shape(self, unit: UnitState, *, keep_bytes: bool = False) -> dict[str, Any]:
         """What the unit is and runs, as JSON; values of the environment are kept as hashes."""
+        argv = self._unit.argv(unit)
         ledger = None
         if unit.pid:
             ledger = self._unit.ledger(self._unit.boot_log(unit))
@@ -539,7 +541,8 @@ class SystemdUnitTarget:
             "fragment": {unit.fragment: self._digest(unit.fragment)} if unit.fragment else {},
             "drop_ins": {path: self._digest(path) for path in unit.drop_ins},
             "enabled": unit.enabled,
-            "argv": list(self._unit.argv(unit)),
+            "argv": masked_words(argv),
+            "argv_sha256": _argv_sha256(argv),
             "environment": _hashed(self._unit.environ(unit)),
             "env_file": self._env_file(keep_bytes),
             "ledger": None if ledger is None or ledger.missing else _kept_facts(ledger),
@@ -566,8 +569,8 @@ class SystemdUnitTarget:
         was, is_now = captured["env_file"], now["env_file"]
         if is_now is None or any(was[key] != is_now[key] for key in ("sha256", "mode", "owner")):
             found.append(f"{was['path']} is not as it was")
-        if now["argv"] != captured["argv"]:
-            found.append(f"it runs {masked_argv(now['argv']) or 'nothing'}")
+        if now["argv_sha256"] != captured["argv_sha256"]:
+            found.append(f"it runs {one_line(shlex.join(now['argv']), 600) or 'nothing'}")
         before, after = captured["environment"], now["environment"]
         changed = [n for n in sorted({*before, *after}) if before.get(n) != after.get(n)]
         if changed:
@@ -721,7 +724,8 @@ class SystemdUnitTarget:
             "start": start,
             "arm": arm.name,
             "env": sorted(arm.env),
-            "argv": shown,
+            "argv": masked_words(shown),
+            "argv_sha256": _argv_sha256(shown),
             "environment": _hashed(environ),
             "main_pid": unit.pid,
             "invocation": unit.invocation,
@@ -732,7 +736,8 @@ class SystemdUnitTarget:
             raise WindowStopped(f"{start} does not serve arm {arm.name}: {'; '.join(faults)}")
         for other in self._records("proved"):
             relevant = {*other["env"], *proof["env"]}
-            if other["arm"] == arm.name or other["faults"] or other["argv"] != shown:
+            alike = other["argv_sha256"] == proof["argv_sha256"]
+            if not alike or other["arm"] == arm.name or other["faults"]:
                 continue
             if all(other["environment"].get(n) == proof["environment"].get(n) for n in relevant):
                 raise WindowStopped(
@@ -933,6 +938,11 @@ def _files_apart(captured: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _argv_sha256(argv: Sequence[str]) -> str:
+    """What tells two command lines apart; a secret in one is in no artefact."""
+    return _sha256("\0".join(argv).encode("utf-8", "surrogateescape"))
 
 
 def _hashed(environ: Mapping[str, str]) -> dict[str, str]:

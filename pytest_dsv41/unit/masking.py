@@ -15,7 +15,7 @@ from typing import Final
 
 from pytest_dsv41.text import one_line
 
-__all__ = ["masked_argv", "masked_value"]
+__all__ = ["masked_argv", "masked_value", "masked_words"]
 
 _PLAIN: Final = re.compile(
     r"/[A-Za-z0-9/._@+-]*"
@@ -40,6 +40,11 @@ def masked_value(name: str, value: str) -> str:
 
 def masked_argv(argv: Sequence[str]) -> str:
     """Return a command line, quoted, without the values of flags that carry keys or logins."""
+    return one_line(shlex.join(masked_words(argv)), 600)
+
+
+def masked_words(argv: Sequence[str]) -> list[str]:
+    """Return the words of a command line, without the values of flags that carry keys or logins."""
     shown: list[str] = []
     hide = False
     for word in argv:
@@ -50,4 +55,4 @@ def masked_argv(argv: Sequence[str]) -> str:
             word = f"{flag}=***"
         shown.append(_LOGIN.sub(r"\1***@", word))
         hide = not hide and not equals and word.startswith("-") and bool(_SECRET.search(word))
-    return one_line(shlex.join(shown), 600)
+    return shown

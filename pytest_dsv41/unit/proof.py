@@ -15,6 +15,7 @@ from typing import Any, Final
 from pytest_dsv41.errors import SpecError
 from pytest_dsv41.text import one_line
 
+from .masking import masked_words
 from .memory import Ledger, check_ledger
 
 __all__ = ["Expected", "flag_values", "ledger_faults", "mismatches"]
@@ -119,8 +120,9 @@ def mismatches(
             if not given:
                 found.append(f"{name} is not given")
         elif set(given) != {value}:
-            shown = " and ".join(one_line(str(one), 80) for one in given) or "nothing"
-            found.append(f"{name} is {shown}, not {one_line(str(value), 80)}")
+            masked = [one_line(masked_words([name, str(one)])[1], 80) for one in given]
+            wanted = one_line(masked_words([name, str(value)])[1], 80)
+            found.append(f"{name} is {' and '.join(masked) or 'nothing'}, not {wanted}")
     for name, value in wanted_environ.items():
         if environ.get(name) != value:
             what = "is another" if name in environ else "is missing"

@@ -101,6 +101,7 @@ def start(call: Call) -> None:
             f"K ({flag}): 5.00 MiB, V ({flag}): 5.00 MiB",
         ]
         argv = ["/usr/bin/serve", "--port", str(PORT), "--cache-type-k", flag]
+        argv += ["--api-key", (machine.load("/fake/key") or b"").decode() or read.get("TOKEN", "")]
         process = machine.start(argv, Service(ports=(PORT,)), env=environ)
         now |= {"active": "active", "pid": process.pid}
     machine.store(f"/fake/log/run{now['starts']}", "\n".join(said).encode(), synced=False)

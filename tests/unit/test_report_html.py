@@ -20,6 +20,8 @@ from report_folder import (
 from pytest_dsv41.report.html import html_page, write_html
 from pytest_dsv41.report.model import Item, load_window, series_rows
 from pytest_dsv41.report.svg import fit, interval_plot, run_plot, ticks
+from pytest_dsv41.report.terminal import render_files
+from pytest_dsv41.window.summary import ClaimInfo
 
 EVIL = "<script>alert(1)</script>\"'&{{ 7*7 }}\x1b[2J\x00\u202e\ud800\ufffe"
 VOID = {"meta", "line", "rect", "br", "circle", "polygon", "path"}
@@ -208,6 +210,31 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path: Path) -> None:
     assert not {char for char in raw if ord(char) < 32} - {"\n"}
     assert "\u202e" not in raw
     assert "\\u202e" in raw
+
+
+def test_claims_and_ledgers_stand_on_the_page_and_on_the_terminal(tmp_path: Path) -> None:
+    plan = make_plan()
+    claim = ClaimInfo(
+        text="<b>the slab</b> is a threshold",
+        cell="short-b1",
+        metric="ms_per_round",
+        from_arm="control",
+        to_arm="fast",
+        direction="flat",
+        threshold=0.03,
+        answer="FALSIFIED",
+        reason="+8.9%, between +6.0% and +11.8%",
+    )
+    ledgers = {"fast": ("kv K dtype: f16 -> q8_0",)}
+    summary = make_summary(plan, {}, status="COMPLETE", claims=(claim,), ledgers=ledgers)
+    folder = write_folder(tmp_path / "w", plan, make_values(plan, {}), summary)
+    page = html_page(load_window(folder))
+    assert "<b>the slab</b>" not in page
+    assert "&lt;b&gt;the slab&lt;/b&gt; is a threshold" in page
+    assert "boot ledger of fast: kv K dtype: f16 -&gt; q8_0" in page
+    shown = " ".join(render_files(load_window(folder), width=120, color=False).split())
+    assert "claim FALSIFIED: <b>the slab</b> is a threshold (short-b1/ms_per_round" in shown
+    assert "ledger fast kv K dtype: f16 -> q8_0" in shown
 
 
 def test_production_down_cannot_be_overlooked(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from pytest_dsv41.unit.live import BOOT_LOG
 
 ENV_FILE = "/etc/serve/serve.env"
 ENVIRONMENT = "# what is served\nKV=f16\nTOKEN=canary-77\n"
+SERVED = ["/usr/bin/serve", "--port", "8000", "--cache-type-k", "f16"]
+SERVED += ["--api-key", "canary-77"]
 DROP_IN = f"/run/systemd/system/{fake_systemd.UNIT}.d/zzzz-dsv41.conf"
 TABLE: dict[str, Any] = {
     "kind": "systemd-unit",
@@ -138,7 +140,7 @@ class Host:
             return False
         return (
             self.systemd()["active"] == "active"
-            and argv == [["/usr/bin/serve", "--port", "8000", "--cache-type-k", "f16"]]
+            and argv == [SERVED]
             and self.host.read(ENV_FILE) == ENVIRONMENT.encode()
             and (running or not [p for p in machine.files if p.startswith("/run/")])
         )
@@ -485,9 +487,15 @@ def test_values_of_the_environment_stand_in_no_record(unit: Host) -> None:
     target = unit.captured()
     target.start_arm("X", SMALL)
     target.stop_all()
+    # Another key is another server, though neither key is shown.
+    unit.host.write("/fake/key", "canary-88")
+    with pytest.raises(StartFailed, match=r"it runs .*--api-key '\*\*\*'$"):
+        target.start_production()
     for path in unit.folder.rglob("*"):
         if path.is_file() and "world" not in path.parts:
-            assert "canary-77" not in path.read_text("utf-8", "replace"), path
+            text = path.read_text("utf-8", "replace")
+            assert "canary-77" not in text, path
+            assert "canary-88" not in text, path
 
 
 @pytest.mark.parametrize(
