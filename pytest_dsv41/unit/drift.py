@@ -70,7 +70,6 @@ _SAME_WORD: Final = (
     "RootDirectory",
     "KillMode",
     "NotifyAccess",
-    "PIDFile",
     "Slice",
     "SyslogIdentifier",
 )
@@ -619,7 +618,9 @@ def _running(facts: UnitFacts) -> Iterator[Finding]:
     same = _same_words(process.argv, words, command)
     # systemd itself says that the command, as it is loaded now, was started as this process: what
     # is then another command line, or variable, is the doing of the process (a script's `exec`).
-    by_it = command.pid == process.pid
+    # Of a daemon that forks, it is the command that ended before.
+    forks = facts.loaded.properties.get("Type") == "forking" and command.pid != 0
+    by_it = forks or command.pid == process.pid
     path, line = _place(facts, held.get("Service.ExecStart", ()))
     if not same and not by_it:
         yield _finding(

@@ -299,6 +299,9 @@ def _ending(loaded: Loaded, journal: Sequence[JournalLine]) -> _Ending | None:
         if line.code and (line.code != _EXITED or line.status != 0):
             seconds = _seconds(loaded, journal, line)
             return _Ending(line.command or "its process", line.code, line.status, seconds)
+    if loaded.result == "success":
+        # What was stopped ended by a signal too.
+        return None
     for key in (*_CHECKS, "ExecStart", "ExecStartPost"):
         for command in loaded.commands.get(key, ()):
             if command.code and (command.code != _EXITED or command.status != 0):

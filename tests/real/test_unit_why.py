@@ -211,8 +211,8 @@ def test_units_that_are_not_there_or_masked(units: Units) -> None:
 def test_what_runs_and_what_was_stopped(units: Units, start: Callable[..., str]) -> None:
     name = start("ExecStart=/bin/sleep 1000\n")
     assert why(units.host, name) == Why("RUNNING", False, 0, "active (running)", ())
-    pid = int(units.show(name, "MainPID"))
-    units.run("kill", "-KILL", str(pid))
+    units.run("systemctl", "stop", name)
+    assert why(units.host, name) == Why("STOPPED", False, 0, "inactive (dead)", ())
     name = start("ExecStart=/bin/sleep 1000\nRestart=on-failure\nRestartSec=10ms\n")
     pid = int(units.show(name, "MainPID"))
     units.run("kill", f"-{signal.SIGKILL.value}", str(pid))
