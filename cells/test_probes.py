@@ -17,7 +17,6 @@ from pytest_dsv41.measure.probes.requests import PREFILL_TOKENS
 from pytest_dsv41.window.plan import Plan, PlannedItem
 
 DEPTHS = {"1k": 1024, "3k": 3072, "32k": 32768, "window": None}
-GREEDY = Sampling(temperature=0.0)
 
 
 @for_cells(
@@ -27,7 +26,6 @@ GREEDY = Sampling(temperature=0.0)
             prompts=("stream-0",),
             max_tokens=PREFILL_TOKENS,
             kind="prefill",
-            sampling=GREEDY,
             probe=f"prefill-{pass_}",  # type: ignore[arg-type]
             depth=depth,
             estimated_s=10.0,
@@ -72,7 +70,6 @@ def test_capacity(measure: Measure, start: PlannedItem, window: Plan) -> None:
             f"ladder-b{streams}-{name}",
             prompts=tuple(f"stream-{member}" for member in range(streams)),
             max_tokens=LADDER_TOKENS,
-            sampling=GREEDY,
             probe="ladder",
             depth=depth,
             estimated_s=30.0 * streams,

@@ -106,12 +106,12 @@ class CellCollector:
             return cell
         try:
             sampling = dataclasses.replace(cell.sampling, **use.sampling)
+            return dataclasses.replace(cell, sampling=sampling)
         except (TypeError, ValueError) as error:
             names = ", ".join(field.name for field in dataclasses.fields(cell.sampling))
             raise pytest.UsageError(
                 f"{self.spec.path.name}: cells.{cell.name}.sampling: {error}; valid: {names}"
             ) from None
-        return dataclasses.replace(cell, sampling=sampling)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         cells: tuple[Cell, ...] = getattr(metafunc.function, "__dsv41_cells__", ())

@@ -112,3 +112,16 @@ def test_a_capacity_that_is_not_kept_fails_its_item(tmp_path: Path) -> None:
     assert cut["reason"].startswith("FAIL: one token too many refused: 513 tokens of a window of")
     assert rows["C-capacity-3-r0"]["kind"] == "shape"
     assert "the server has 2 slots" in rows["C-capacity-3-r0"]["reason"]
+
+
+@pytest.mark.slow
+def test_a_cells_sampling_that_breaks_a_law_is_one_line_and_exit_4(tmp_path: Path) -> None:
+    text = FULL.replace(
+        'name = "capacity-2"\n', 'name = "capacity-2"\nsampling = { cache = "any" }\n'
+    )
+    (tmp_path / "full.toml").write_text(text)
+    ended = run(tmp_path / "out", window=str(tmp_path / "full.toml"))
+    assert ended.returncode == 4
+    told = "cells.capacity-2.sampling: cell capacity-2: law-salt: a probe proves what was cached"
+    assert told in ended.output
+    assert "Traceback" not in ended.output

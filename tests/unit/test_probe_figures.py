@@ -243,8 +243,8 @@ def test_the_class_of_the_corpus_is_part_of_the_cell() -> None:
     [
         ({"max_tokens": 127}, "rate-tokens"),
         ({"api": "chat"}, "thinking"),
-        ({"api": "chat", "sampling": Sampling(thinking=True)}, "thinking"),
-        ({"sampling": Sampling(cache="any")}, "salt"),
+        ({"api": "chat", "sampling": Sampling(temperature=0.0, thinking=True)}, "thinking"),
+        ({"sampling": Sampling(temperature=0.0, cache="any")}, "salt"),
     ],
 )
 def test_a_cell_that_breaks_a_law_is_none(changed: dict[str, Any], law: str) -> None:
@@ -313,3 +313,9 @@ def test_two_sources_of_a_shape_must_agree() -> None:
     assert both.told == {"slots": "/props", "window": "/props", "kv_dtype": "start.log"}
     with pytest.raises(MeasurementRefused, match="window: /props says 4096, /slots 1 says 2048"):
         agreed(one, Served.of("/slots 1", window=2048))
+
+
+def test_a_probe_is_greedy() -> None:
+    assert ProbeCell("x", ("stream-0",), 512).sampling == Sampling(temperature=0.0)
+    with pytest.raises(ValueError, match="a probe is greedy"):
+        ProbeCell("x", ("stream-0",), 512, sampling=Sampling(temperature=0.6))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from pytest_dsv41.errors import UsageError
-from pytest_dsv41.measure.cell import Cell, Request
+from pytest_dsv41.measure.cell import Cell, Request, Sampling
 from pytest_dsv41.measure.probes.laws import MIN_RATE_TOKENS
 from pytest_dsv41.measure.probes.prompts import CORPUS_CLASSES, Corpus
 
@@ -16,6 +16,7 @@ Probe = Literal["prefill-cold", "prefill-warm", "prefill-hit", "capacity", "ladd
 PROBES: Final = (
     "prefill-cold", "prefill-warm", "prefill-hit", "capacity", "ladder", "depth-audit",
 )  # fmt: skip
+_GREEDY: Final = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ProbeCell(Cell):
     rate on one class is never compared with one on the other (law `corpus-class`).
     """
 
+    sampling: Sampling = _GREEDY
     probe: Probe = "ladder"
     depth: int | None = None
     corpus: Corpus = "varied"
@@ -48,6 +50,8 @@ class ProbeCell(Cell):
             )
         if self.api == "chat" and self.sampling.thinking is not False:
             raise ValueError(f"cell {self.name}: law-thinking: a chat forbids thinking")
+        if self.sampling.temperature != 0:
+            raise ValueError(f"cell {self.name}: a probe is greedy: temperature 0")
         if self.sampling.cache == "any":
             raise ValueError(f"cell {self.name}: law-salt: a probe proves what was cached")
 
