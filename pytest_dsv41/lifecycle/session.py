@@ -545,6 +545,8 @@ class WindowRun:
                     url=started.endpoint.url,
                     model=one_line(started.endpoint.model),
                 )
+                if started.detail:
+                    detail["detail"] = one_line(started.detail)
         except (StartFailed, MeasurementFailed, TransportError) as error:
             self.broken[start] = one_line(f"{start} did not start: {error}")
             self._current = start

@@ -409,7 +409,7 @@ class SystemdUnitTarget:
         name = f"{start}-start"
         captured = self._captured()
         try:
-            self._write_start(name, start, arm, captured)
+            written = self._write_start(name, start, arm, captured)
             self._unit.reload(name)
             unit = self._unit.look()
             expected = {*captured["drop_ins"], self._drop_in}
@@ -422,7 +422,7 @@ class SystemdUnitTarget:
             self._prove(start, arm, unit)
             model = Expected.of(arm.settings, "").model or self._table.model
             endpoint = Endpoint(url=self._url, engine=self._table.engine, model=model)
-            return Started(endpoint, ClockCap(1, "none"))
+            return Started(endpoint, ClockCap(1, "none"), f"env file sha256 {written}")
         except (CommandFailed, TransportError, UsageError, MeasurementRefused) as error:
             self._undo(name)
             raise StartFailed(f"{name}: {error}") from error
@@ -767,8 +767,11 @@ class SystemdUnitTarget:
     def _mark(self, start: str) -> str:
         return f"{self._context.window_id}/{start}"
 
-    def _write_start(self, name: str, start: str, arm: Arm, captured: Mapping[str, Any]) -> None:
-        """Record what will be written, then write it: the variant, and the drop-in naming it."""
+    def _write_start(self, name: str, start: str, arm: Arm, captured: Mapping[str, Any]) -> str:
+        """Record what will be written, then write it: the variant, and the drop-in naming it.
+
+        Returns the variant's sha256.
+        """
         path = self._variant(start)
         data = variant(
             base64.b64decode(captured["env_file"]["base64"]),
@@ -801,6 +804,7 @@ class SystemdUnitTarget:
         reader = unit.user if self._table.env_var and self._table.manager == "system" else ""
         self._install(path, data, "600", reader)
         self._install(self._drop_in, drop_in, "644", "")
+        return _sha256(data)
 
     def _install(self, path: str, data: bytes, mode: str, owner: str) -> None:
         """Write a file durably, of `mode` and `owner`; the folders above may be looked through."""

@@ -352,6 +352,10 @@ def _digest(plan: Plan, mask: Callable[[Mapping[str, Any]], Mapping[str, Any]] =
             # As a band: its seal says which pilot it is, not where the file lies.
             told = use["expect_identical"]
             use["expect_identical"] = {k: v for k, v in told.items() if k != "record"}
+    claims = spec.pop("claims", None)
+    if claims:
+        # In whatever words: what is claimed is how a metric changes from one arm to another.
+        spec["claims"] = [{k: v for k, v in claim.items() if k != "text"} for claim in claims]
     if "quality" in spec:
         # The band's seal says which one it is; where its file lies does not matter.
         spec["quality"] = [

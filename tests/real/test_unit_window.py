@@ -211,6 +211,9 @@ def test_a_rollback_needs_the_windows_folder_alone(unit: UnitHost) -> None:
         process.communicate()
     unit.keepers_end()
     assert unit.target().probe().state is Probe.DOWN
+    facts = unit.status()
+    assert (facts["answer"], facts["exit_code"]) == ("ALERT", 20)
+    assert facts["command"].startswith("dsv41 recover")
     folder = Ended(0, "", unit.campaign).folder
     # The campaign is lost, but for the window's own folder.
     for path in unit.campaign.iterdir():

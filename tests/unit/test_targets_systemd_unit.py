@@ -6,7 +6,9 @@ import base64
 import dataclasses
 import hashlib
 import json
+import re
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -530,3 +532,12 @@ def test_a_wrong_table_is_one_line(unit: Host, changes: dict[str, Any], told: st
     with pytest.raises(SpecError, match=told) as error:
         unit.target(**changes)
     assert "\n" not in str(error.value)
+
+
+def test_the_pages_example_is_a_target_with_two_arms(unit: Host) -> None:
+    page = Path(__file__).parents[2] / "docs" / "own-unit.md"
+    table, arms = re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    target = systemd_unit_target(tomllib.loads(table)["target"], unit.context)
+    written = tomllib.loads(arms)["arms"].items()
+    target.check([Arm(name, **settings) for name, settings in written])
+    assert target.production().url == "http://192.0.2.20:8080"

@@ -121,6 +121,7 @@ def test_a_claim_is_part_of_the_plan(tmp_path: Path) -> None:
         render_plan(plan).split()
     )
     assert plan.digest != plan_with(tmp_path, "flat", "0.05").digest
+    assert plan.digest == plan_with(tmp_path, text="in other words").digest
     assert Plan.from_json(plan.to_json()).window.claims == plan.window.claims
 
 
