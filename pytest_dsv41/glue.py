@@ -103,7 +103,7 @@ def register(config: pytest.Config) -> None:
         )
     except OurUsageError as error:
         raise pytest.UsageError(str(error)) from None
-    rehearsal = _rehearsal(config)
+    rehearsal = _rehearsal(config, spec)
     if rehearsal is not None:
         given = option(config, "window_out")
         spec = rehearsed(spec, Path(given) if given else None)
@@ -124,7 +124,7 @@ def _variables(pairs: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def _rehearsal(config: pytest.Config) -> tuple[Fault, ...] | None:
+def _rehearsal(config: pytest.Config, spec: WindowSpec) -> tuple[Fault, ...] | None:
     """The faults of a rehearsal; None where the window is run in earnest."""
     wanted = option(config, "window_fault")
     if not option(config, "window_rehearse"):
@@ -132,9 +132,12 @@ def _rehearsal(config: pytest.Config) -> tuple[Fault, ...] | None:
             raise pytest.UsageError("--window-fault breaks simulated hosts: add --window-rehearse")
         return None
     try:
-        return tuple(Fault.parse(text) for text in wanted)
+        faults = tuple(Fault.parse(text) for text in wanted)
+        for fault in faults:
+            fault.check([start.name for start in spec.starts])
     except OurUsageError as error:
         raise pytest.UsageError(str(error)) from None
+    return faults
 
 
 def _chain_use(config: pytest.Config) -> ChainUse:
@@ -738,6 +741,10 @@ class WindowPlugin:
         if self.rehearsal is not None:
             for missed in self.rehearsal.not_struck:
                 terminalreporter.write_line(f"fault {missed}: the window has no such step")
+            terminalreporter.write_line(
+                "the simulated hosts end with the rehearsal; its folder may be deleted: "
+                f"{self.spec.campaign}"
+            )
         for note in self.notes:
             terminalreporter.write_line(note)
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,6 +70,19 @@ class Fault:
                 "such as hold, production-stop, start:K1, restore-start"
             )
         return cls(name, host or HOSTS[-1], step)
+
+    def check(self, starts: Sequence[str]) -> None:
+        """A start that it names must be one of the window's.
+
+        Raises:
+            UsageError: it is none of `starts`.
+        """
+        what, colon, start = self.step.partition(":")
+        if colon and what in ("start", "stop", "quiet") and start not in starts:
+            raise UsageError(
+                f"--window-fault {self.name}@{one_line(self.step)}: the window has no such start; "
+                f"valid: {', '.join(f'{what}:{name}' for name in starts)}"
+            )
 
 
 def rehearsed(spec: WindowSpec, folder: Path | None) -> WindowSpec:

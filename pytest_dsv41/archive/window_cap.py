@@ -325,7 +325,7 @@ def window_cap(
             lane,
             True,
             None,
-            f"the cap is not in force: no WINDOW-CAP.json in {root} and no --since",
+            f"the cap is not in force: no WINDOW-CAP.json in {root}",
             (),
             (),
             (),

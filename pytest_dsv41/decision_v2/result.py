@@ -341,7 +341,8 @@ class Decision:
         elif self.decision_cells:
             lines.append(f"Window: {self.verdict} (decided by {decided}).")
         else:
-            lines.append(f"Window: {self.verdict} (no cell decides).")
+            why = "no cell decides" if self.verdict == REPORTED else "no decision cell was judged"
+            lines.append(f"Window: {self.verdict} ({why}).")
         return lines
 
     def with_quality(self, cells: Sequence[CellResult]) -> Decision:

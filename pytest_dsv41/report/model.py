@@ -471,10 +471,16 @@ def percent_text(value: float | None, *, signed: bool = True, digits: int = 1) -
 
 
 def interval_text(low: float | None, high: float | None) -> str:
-    """Return a 95 % interval of a gain: `+1.2 to +7.0 %`; a dash when there is none."""
+    """Return a 95 % interval of a gain: `+1.2 to +7.0 %`; a dash when there is none.
+
+    One that reaches 100 % has no decimals: it says nothing in them, and a table of 80 columns has
+    no room for them.
+    """
     if low is None or high is None:
         return "–"
-    return f"{percent_text(low).removesuffix(' %')} to {percent_text(high)}"
+    digits = 1 if max(abs(low), abs(high)) < 0.9995 else 0
+    first, last = (percent_text(end, digits=digits) for end in (low, high))
+    return f"{first.removesuffix(' %')} to {last}"
 
 
 def duration_text(seconds: float | None) -> str:

@@ -61,6 +61,14 @@ def test_a_wrong_fault_is_told_with_the_valid_ones(text: str) -> None:
         Fault.parse(text)
 
 
+@pytest.mark.parametrize("step", ["start:X", "stop:k1", "quiet:"])
+def test_a_fault_at_a_start_that_the_window_has_not_is_refused(step: str) -> None:
+    with pytest.raises(UsageError, match=rf"no such start; valid: {step.partition(':')[0]}:K1, "):
+        Fault.parse(f"reboot@{step}").check(["K1", "I1"])
+    for good in ("start:K1", "stop:I1", "hold", "restore-start"):
+        Fault.parse(f"reboot@{good}").check(["K1", "I1"])
+
+
 @pytest.mark.slow
 def test_a_chain_is_rehearsed_to_its_end_with_nothing_real_touched(tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -313,6 +313,8 @@ def test_percents() -> None:
     assert percent_text(0.0255, signed=False, digits=2) == "2.55 %"
     assert interval_text(-0.012, 0.07) == "−1.2 to +7.0 %"
     assert interval_text(None, 0.07) == "–"
+    assert interval_text(-0.9994, 0.07) == "−99.9 to +7.0 %"
+    assert interval_text(-1.531, 0.359) == "−153 to +36 %"
 
 
 def test_durations() -> None:

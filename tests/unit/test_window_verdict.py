@@ -317,7 +317,7 @@ def test_a_value_that_no_rule_can_judge_makes_the_window_incomplete(
     # The deciding cell could not be judged; what is reported still is.
     assert list(outcome.decisions["c1"]["cells"]) == ["prefill-b1"]
     assert outcome.decisions["c1"]["verdict"] == "NOT JUDGED"
-    assert outcome.explanations["c1"][-1] == "Window: NOT JUDGED (no cell decides)."
+    assert outcome.explanations["c1"][-1] == "Window: NOT JUDGED (no decision cell was judged)."
 
 
 def test_missing_items_are_grouped_by_their_cause(tmp_path: Path) -> None:
