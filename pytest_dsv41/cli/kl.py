@@ -271,7 +271,7 @@ def _gate(args: argparse.Namespace) -> int:
     text = json.dumps(receipt.to_json(), indent=2, ensure_ascii=False)
     if args.receipt is not None:
         try:
-            create_exclusive(args.receipt, text + "\n")
+            create_exclusive(args.receipt, f"{text}\n".encode(errors="backslashreplace"))
         except FileExistsError:
             raise UsageError(f"{args.receipt}: exists; a receipt is never overwritten") from None
     if args.json:

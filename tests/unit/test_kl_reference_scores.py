@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -266,6 +267,24 @@ def test_the_report_and_its_rows_are_as_the_format_says(report: Path) -> None:
             "reference": math.exp(np.mean(rows[chosen, 2].astype(float))),
         }
         assert part["ppl"] == pytest.approx({**ppl, "ratio": ppl["candidate"] / ppl["reference"]})
+
+
+def test_names_that_are_no_text_end_no_scoring(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A folder may have any bytes as its name; what was scored is not lost for that."""
+    p, q = draw(1, DOCS, 40), draw(2, DOCS, 40)
+    folder = tmp_path / os.fsdecode(b"odd-\xff")
+    folder.mkdir()
+    left, right = pair(folder, p, q)
+    out, receipt = tmp_path / "gate.json", tmp_path / "receipt.json"
+    assert main(["kl", "score", str(left), str(right), "--out", str(out)]) == 0
+    report, _ = read_report(out)
+    assert report["ref_dir"] == str(left)
+    assert b"odd-\\udcff/p" in out.read_bytes()
+    assert main(["kl", "gate", str(out), "--receipt", str(receipt)]) == 2
+    assert json.loads(receipt.read_bytes())["report"]["ref_dir"] == str(left)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_report_is_never_overwritten(report: Path, capsys: pytest.CaptureFixture[str]) -> None:

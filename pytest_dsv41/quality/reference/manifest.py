@@ -119,7 +119,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the file: JSON indented by one space, keys in order, a newline at the end."""
         text = json.dumps(self.fields, indent=1, ensure_ascii=False, allow_nan=False)
-        return text.encode() + b"\n"
+        return text.encode(errors="backslashreplace") + b"\n"
 
     @classmethod
     def build(

@@ -107,7 +107,9 @@ def write_report(path: Path, report: Mapping[str, Any], scores: Scores) -> None:
     table[:, 0], table[:, 1] = scores.kl, scores.candidate_nll
     table[:, 2], table[:, 3] = scores.reference_nll, scores.top1
     text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    for target, data in ((rows_path(path), table.tobytes()), (path, text.encode())):
+    # A name that is no UTF-8 (a path may be any bytes) stands there as JSON's own escape.
+    raw = text.encode(errors="backslashreplace")
+    for target, data in ((rows_path(path), table.tobytes()), (path, raw)):
         try:
             create_exclusive(target, data)
         except FileExistsError:
