@@ -121,6 +121,17 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 @contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A full disk says of no descriptor which file it is; a person has to know."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def _temporary(path: Path, data: bytes, mode: int = _MODE) -> Iterator[Path]:
     """Write `data`, synced, to a new file beside `path`; gone again on leaving."""
     temp = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -129,8 +140,9 @@ def _temporary(path: Path, data: bytes, mode: int = _MODE) -> Iterator[Path]:
         try:
             if mode != _MODE:
                 os.fchmod(fd, mode)
-            _write_all(fd, data)
-            os.fsync(fd)
+            with _named(path):
+                _write_all(fd, data)
+                os.fsync(fd)
         finally:
             os.close(fd)
         yield temp
@@ -180,8 +192,9 @@ def append_json_line(path: Path, value: Any) -> None:
         size = os.fstat(fd).st_size
         if size and _last_byte(path) != b"\n":
             line = b"\n" + line
-        _write_all(fd, line)
-        os.fsync(fd)
+        with _named(path):
+            _write_all(fd, line)
+            os.fsync(fd)
     finally:
         os.close(fd)
     if not existed:

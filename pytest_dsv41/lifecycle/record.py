@@ -152,8 +152,20 @@ def windows(campaign: Path) -> list[str]:
             epoch = int(parse_json(path.read_text("utf-8"))["epoch"])
         found.append((epoch, written, path.stem))
     known = {name for _, _, name in found}
-    own = (path.parent.name for path in campaign.glob("*/target.json"))
+    lost = [
+        path.parent.name
+        for path in campaign.glob("*/target.json")
+        if path.parent.name not in known and _of_campaign(path, campaign)
+    ]
     return [
-        *sorted(n for n in own if n not in known and window_folder(campaign, n)),
+        *sorted(name for name in lost if window_folder(campaign, name)),
         *(name for _, _, name in sorted(found)),
     ]
+
+
+def _of_campaign(path: Path, campaign: Path) -> bool:
+    """Whether the window of this record was opened here: a folder may be moved to anywhere."""
+    try:
+        return Path(read_record(path.parent).campaign).resolve() == campaign.resolve()
+    except UsageError:
+        return False

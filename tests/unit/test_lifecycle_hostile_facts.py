@@ -23,7 +23,12 @@ from pytest_dsv41.lifecycle.intent import Intent, read_intent, write_intent
 from pytest_dsv41.lifecycle.lease import Lease
 from pytest_dsv41.lifecycle.marker import Marker, here, read_marker, write_marker
 from pytest_dsv41.lifecycle.observer import Facts, Presence, observe
-from pytest_dsv41.lifecycle.record import register_window, window_folder, windows
+from pytest_dsv41.lifecycle.record import (
+    TargetRecord,
+    register_window,
+    window_folder,
+    windows,
+)
 from pytest_dsv41.lifecycle.recover import look
 from pytest_dsv41.lifecycle.smoke_start import load_backend, smoke
 from pytest_dsv41.lifecycle.watchdog import pass_once
@@ -60,6 +65,22 @@ def marker(folder: Path) -> Marker:
         snapshot="/r",
         snapshot_sha256="0" * 64,
         hosts={},
+    )
+
+
+def record(window: str, campaign: Path) -> TargetRecord:
+    return TargetRecord(
+        window=window,
+        factory="pytest_dsv41.targets:local_target",
+        table={},
+        base=str(campaign),
+        campaign=str(campaign),
+        seed=1,
+        limits={},
+        variables={},
+        state={},
+        commit="c" * 40,
+        date="20260101",
     )
 
 
@@ -187,17 +208,18 @@ def test_a_read_of_what_is_no_file_is_the_hosts_answer(tmp_path: Path) -> None:
     assert host.read(f"/proc/{os.getpid()}/cgroup") is not None
 
 
-def test_a_lost_registration_hides_no_window(tmp_path: Path) -> None:
-    folder = tmp_path / "L-w-W-1"
-    folder.mkdir()
-    for name in ("target.json", "journal.jsonl"):
-        (folder / name).write_text("")
+def test_a_lost_registration_hides_no_window_of_this_campaign(tmp_path: Path) -> None:
+    for name, campaign in (("L-w-W-1", tmp_path), ("L-moved-W-1", tmp_path / "another")):
+        folder = tmp_path / name
+        folder.mkdir()
+        record(name, campaign).write(folder)
+        (folder / "journal.jsonl").write_text("")
     assert windows(tmp_path) == ["L-w-W-1"]
     register_window(tmp_path, "L-w-W-2", tmp_path / "L-w-W-2", 3)
     (tmp_path / "windows" / "odd.json").write_text('{"epoch": Infinity}')
     assert windows(tmp_path)[0] == "L-w-W-1"
     assert windows(tmp_path)[-1] == "L-w-W-2"
-    assert window_folder(tmp_path, "L-w-W-1") == folder
+    assert window_folder(tmp_path, "L-w-W-1") == tmp_path / "L-w-W-1"
 
 
 def test_without_a_window_that_tells_its_machines_production_is_not_seen(tmp_path: Path) -> None:
