@@ -158,7 +158,8 @@ def replay(path: Path) -> Replay:
             ),
         ]
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        why = one_line(f"{type(error).__name__}: {error}", 200)
+        what = "no" if isinstance(error, KeyError) else f"{type(error).__name__}:"
+        why = one_line(f"{what} {error}", 200)
         raise UsageError(f"{path}: not a whole record ({why})") from None
     values = {name: Value(**row) for name, row in now["values"].items()}
     return Replay(values, result.missing, recorded, again, result.notes, tuple(differences))

@@ -192,7 +192,11 @@ def test_usage_is_the_last_cumulative_value_wherever_it_stands(
     stream = one(served, *faults, tokens=9, api=api)
     assert stream.completion_tokens == 9
     assert at(stream.first_token_ns, left(served)[0])
-    assert at(stream.last_token_ns, left(served)[-1])
+    last = left(served)[-1]
+    if place == "final" and not finish:
+        # The usage leaves right behind the last token and may share its read.
+        last = last[0], left(served, "usage")[-1][1]
+    assert at(stream.last_token_ns, last)
 
 
 @pytest.mark.parametrize("wrong", ["nonmonotonic", "delta"])
