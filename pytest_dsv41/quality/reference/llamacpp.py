@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from pytest_dsv41.errors import MeasurementRefused
 from pytest_dsv41.quality.reference.dense import (
     LOGP_MAX,
-    LOWEST,
     Block,
     Codes,
     Dense,
@@ -108,28 +107,27 @@ class _BaseBlock(Block):
     scale: Floats64
     lowest: Floats64
     """The two numbers of each row: log-probability = scale × code + lowest."""
+    floored: NDArray[np.bool_]
+    """Whether a row's code 0 stands for all below its floor."""
 
     def decode(self, row: int, first: int, logp: Floats32, mass: Floats32) -> None:
         """See `Block.decode`."""
         codes = self.codes[row, first : first + len(logp)]
         scale, peak = self.scale[row], int(self.peak[row])
         # Counted down from the likeliest: float32 then rounds least where most of the mass is.
-        np.subtract(codes, np.float32(peak), out=logp, dtype=np.float32)
+        np.copyto(logp, codes)
+        np.subtract(logp, np.float32(peak), out=logp)
         np.multiply(logp, np.float32(scale), out=logp)
         np.add(logp, np.float32(scale * peak + self.lowest[row]), out=logp)
-        np.maximum(logp, np.float32(LOWEST), out=logp)
         np.exp(logp, out=mass)
-        if self._floored(row):
-            mass[codes == 0] = 0.0
+        if self.floored[row]:
+            np.multiply(mass, codes != 0, out=mass)
 
     def stored(self, ids: NDArray[np.integer]) -> tuple[Floats64, Floats64]:
         """See `Block.stored`."""
         codes = self.codes_of(ids)
-        logp = np.maximum(self.scale[:, None] * codes + self.lowest[:, None], LOWEST)
-        mass = np.exp(logp)
-        floored = self.scale * _MOST >= _REACH
-        mass[(codes == 0) & floored[:, None]] = 0.0
-        return logp, mass
+        logp = self.scale[:, None] * codes + self.lowest[:, None]
+        return logp, np.where((codes == 0) & self.floored[:, None], 0.0, np.exp(logp))
 
     def fault(self, row: int) -> str | None:
         """See `Block.fault`."""
@@ -137,9 +135,6 @@ class _BaseBlock(Block):
         if largest <= LOGP_MAX:
             return None
         return f"token {self.top1[row]} has the log-probability {largest:g}: above 0"
-
-    def _floored(self, row: int) -> bool:
-        return bool(self.scale[row] * _MOST >= _REACH)
 
 
 class _BaseReader(Reader):
@@ -159,7 +154,7 @@ class _BaseReader(Reader):
         words = np.frombuffer(view, "<u2").reshape(count, recording.row_bytes // 2)
         heads = words[:, :4].copy().view("<f4").astype(np.float64)
         for row, (scale, lowest) in enumerate(heads):
-            if not (np.isfinite(scale) and np.isfinite(lowest) and scale >= 0):
+            if not (0 <= scale <= 1 and np.isfinite(lowest)):
                 raise MeasurementRefused(
                     "logprob",
                     f"{recording.path}: {recording.where(row0 + row)}: scale {scale:g} and minimum "
@@ -179,6 +174,7 @@ class _BaseReader(Reader):
             peak=codes[rows, top1],
             scale=scale,
             lowest=lowest,
+            floored=scale * _MOST >= _REACH,
         )
 
     def will_need(self, row0: int, count: int) -> None:
