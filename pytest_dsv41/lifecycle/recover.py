@@ -386,6 +386,8 @@ def _taken_over(status: Status) -> bool:
 def _alive(pid: int, started: float) -> bool:
     try:
         process = psutil.Process(pid)
-        return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
+        # One that is halted brings nothing back, however long it is waited for.
+        idle = (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return process.create_time() == started and process.status() not in idle
     except (psutil.Error, ValueError):
         return False

@@ -6,11 +6,13 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hold_sites import sites_of
 
@@ -116,6 +118,19 @@ def test_a_number_or_text_of_another_kind_makes_the_intent_unreadable(
 def test_a_keeper_with_an_absurd_pid_does_not_live(tmp_path: Path) -> None:
     write_intent(tmp_path, intent(tmp_path, keeper_pid=-1))
     assert not look(tmp_path).facts.keeper_alive
+
+
+def test_a_halted_keeper_brings_nothing_back_and_counts_as_none(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            started = psutil.Process(child.pid).create_time()
+            write_intent(tmp_path, intent(tmp_path, keeper_pid=child.pid, keeper_started=started))
+            assert look(tmp_path).facts.keeper_alive
+            child.send_signal(signal.SIGSTOP)
+            os.waitpid(child.pid, os.WUNTRACED)
+            assert not look(tmp_path).facts.keeper_alive
+        finally:
+            child.kill()
 
 
 def test_a_record_is_built_from_its_own_fields_alone() -> None:
