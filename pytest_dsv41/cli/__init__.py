@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from .. import __version__
@@ -105,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(arguments, "campaign") and any(x.startswith("DSV41_CHAIN_") for x in os.environ):
             from ..lifecycle.chain import refuse_overrides_over
 
-            refuse_overrides_over(arguments.campaign)
+            given = arguments.campaign
+            refuse_overrides_over(None if given is None else Path(given))
         return int(arguments.run(arguments))
     except RefusedByWorld as error:
         print(f"dsv41 {chosen}: REFUSED: {error}", file=sys.stderr)

@@ -278,12 +278,13 @@ def refuse_overrides(table: Mapping[str, Any] | None) -> None:
     raise UsageError(f"{found[0]} is for tests alone and is refused {kind}")
 
 
-def refuse_overrides_over(campaign: Path) -> None:
-    """As `refuse_overrides`, over the machines of the campaign's newest window.
+def refuse_overrides_over(campaign: Path | None) -> None:
+    """As `refuse_overrides`, over the machines of the campaign's newest window; None: not known.
 
     Raises:
         UsageError: as there, or that window's record is damaged.
     """
-    folders = (window_folder(campaign, name) for name in reversed(windows(campaign)))
+    names = windows(campaign) if campaign else []
+    folders = (window_folder(campaign, name) for name in reversed(names) if campaign)
     newest = next((folder for folder in folders if folder), None)
     refuse_overrides(read_record(newest).table if newest else None)

@@ -144,6 +144,19 @@ def test_test_only_variables_are_refused_over_real_machines(
     assert after == before
 
 
+@pytest.mark.parametrize("words", [("window-cap", "L"), ("windows",), ("smoke", "w.toml")])
+def test_commands_that_look_at_files_alone_refuse_them_in_one_line_too(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("DSV41_CHAIN_MARKER", "elsewhere")
+    campaign = () if words[0] == "smoke" else ("--campaign", str(tmp_path))
+    assert main([*words, *campaign]) == 4
+    assert "DSV41_CHAIN_MARKER is for tests alone" in capsys.readouterr().err
+
+
 def test_a_session_over_real_machines_refuses_them_too(tmp_path: Path) -> None:
     refuse_overrides({"kind": "local"})
     with pytest.MonkeyPatch.context() as patch:
