@@ -1,4 +1,4 @@
-"""One host's unit: what must hold before its server may start."""
+"""One unit of one host: what must hold before it starts, what it is by its files, what it runs."""
 
 from __future__ import annotations
 
