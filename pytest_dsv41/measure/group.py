@@ -47,6 +47,7 @@ _BUSY_S: Final = 3.0
 _SETTLE_S: Final = 5.0
 _LOOK_S: Final = 0.02
 _SCRAPE_S: Final = 5.0
+_COLD: Final = frozenset({"cold", "fill"})
 _FEW: Final = 32
 """Descriptors for everything but the requests; so few requests are never too many."""
 
@@ -225,7 +226,7 @@ def evaluate(
             `cold-cache`, `cache-unproved`, `clocks`, or a metric's reason under `require`.
     """
     server = engine.account(before, after, [stream.in_band for stream in streams])
-    notes = _check(set(caches), streams, server)
+    notes = _check(caches, streams, server)
     values, missing = values_of(streams, server)
     for name in require:
         if name not in values:
@@ -418,31 +419,48 @@ def at_rest(
         last = now
 
 
-def _check(caches: set[str], streams: Sequence[StreamRecord], server: Server) -> tuple[str, ...]:
+def _check(
+    caches: Sequence[str], streams: Sequence[StreamRecord], server: Server
+) -> tuple[str, ...]:
     notes = [note for stream in streams for note in stream.notes] + list(server.notes)
-    if server.cached_tokens is None:
-        if caches - {"any"}:
-            raise MeasurementRefused(
-                "cache-unproved",
-                "neither the streams nor the counters tell how many prompt tokens were cached",
-            )
-    elif caches <= {"cold", "fill"} and server.cached_tokens:
-        raise MeasurementRefused(
-            "warm-cache", f"{server.cached_tokens} prompt tokens came from a cache: not cold"
-        )
-    elif "warm" in caches:
-        for stream in streams:
-            # A shared first token (llama.cpp keeps that much of any prompt) is no warm prefix.
-            cached, prompt = stream.cached_tokens, stream.prompt_tokens
-            if cached is not None and prompt is not None and 2 * cached < prompt:
-                raise MeasurementRefused(
-                    "cold-cache", f"{cached} of {prompt} prompt tokens came from the warm prefix"
-                )
-        if server.cached_tokens == 0:
-            raise MeasurementRefused("cold-cache", "no prompt token came from the warm prefix")
+    _check_caches(caches, streams, server)
     _check_in_band(streams, server)
     _check_clocks(streams, server)
     return tuple(dict.fromkeys(notes))
+
+
+def _check_caches(caches: Sequence[str], streams: Sequence[StreamRecord], server: Server) -> None:
+    """Each stream by what it tells; those that tell nothing by what the counters leave for them."""
+    untold: set[str] = set()
+    rest = server.cached_tokens or 0
+    for cache, stream in zip(caches, streams, strict=True):
+        cached, prompt = stream.cached_tokens, stream.prompt_tokens
+        if cached is None:
+            untold.add(cache)
+            continue
+        rest -= cached
+        if cached and cache in _COLD:
+            raise _not_cold(cached)
+        # A shared first token (llama.cpp keeps that much of any prompt) is no warm prefix.
+        if cache == "warm" and (cached == 0 or (prompt is not None and 2 * cached < prompt)):
+            raise MeasurementRefused(
+                "cold-cache", f"{cached} of {prompt} prompt tokens came from the warm prefix"
+            )
+    if untold <= {"any"}:
+        return
+    if server.cached_tokens is None or (rest and len(untold) > 1 and not untold <= _COLD):
+        raise MeasurementRefused(
+            "cache-unproved",
+            "neither the streams nor the counters tell how many prompt tokens were cached",
+        )
+    if rest and untold <= _COLD:
+        raise _not_cold(rest)
+    if not rest and "warm" in untold:
+        raise MeasurementRefused("cold-cache", "no prompt token came from the warm prefix")
+
+
+def _not_cold(cached: int) -> MeasurementRefused:
+    return MeasurementRefused("warm-cache", f"{cached} prompt tokens came from a cache: not cold")
 
 
 def _check_in_band(streams: Sequence[StreamRecord], server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import httpx
@@ -10,7 +11,7 @@ from wire_groups import endpoint, kind_of, measure, requests, stub
 
 from pytest_dsv41.engines import detect_engine, get_engine
 from pytest_dsv41.errors import MeasurementRefused
-from pytest_dsv41.measure import Sampling, measure_group
+from pytest_dsv41.measure import GroupResult, Sampling, measure_group
 from pytest_dsv41.measure.group import evaluate
 
 
@@ -184,6 +185,52 @@ def test_a_cache_that_nothing_tells_of_is_refused_unless_it_does_not_matter() ->
         for cache in ("cold", "fill", "warm"):
             assert kind_of(served, gone, tokens=4, cache=cache) == "refused:cache-unproved"
         assert kind_of(served, gone, tokens=4, cache="any") == "measured"
+
+
+@functools.cache
+def two_requests() -> GroupResult:
+    with stub() as served:
+        return measure(served, count=2, tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("caches", "told", "hits", "kind"),
+    [
+        (("cold", "any"), (0, 40), 40, ""),
+        (("cold", "any"), (3, 0), 3, "warm-cache"),
+        (("fill", "warm"), (0, 20), 20, ""),
+        (("fill", "warm"), (0, 1), 1, "cold-cache"),
+        (("cold", "warm"), (None, 20), 20, ""),
+        (("cold", "warm"), (None, 20), 21, "warm-cache"),
+        (("cold", "warm"), (None, None), 20, "cache-unproved"),
+        (("cold", "any"), (None, None), 20, "cache-unproved"),
+        (("cold", "any"), (None, None), 0, ""),
+        (("warm", "any"), (None, 5), 5, "cold-cache"),
+        (("warm", "any"), (None, 5), 25, ""),
+        (("cold", "cold"), (None, None), None, "cache-unproved"),
+        (("any", "any"), (None, None), None, ""),
+    ],
+)
+def test_each_request_of_a_group_is_judged_by_its_own_cache(
+    caches: tuple[str, str], told: tuple[int | None, int | None], hits: int | None, kind: str
+) -> None:
+    result = two_requests()
+    streams = [
+        replace(stream, cached_tokens=cached)
+        for stream, cached in zip(result.streams, told, strict=True)
+    ]
+    name = "vllm:prefix_cache_hits_total"
+    after = {**result.after.values, name: result.before.values[name] + (hits or 0)}
+    before = dict(result.before.values)
+    if hits is None:
+        del after[name], before[name]
+    given = (replace(result.before, values=before), replace(result.after, values=after))
+    if not kind:
+        assert evaluate(get_engine("vllm"), caches, streams, *given).server.tokens == 8
+        return
+    with pytest.raises(MeasurementRefused) as refused:
+        evaluate(get_engine("vllm"), caches, streams, *given)
+    assert refused.value.kind == kind
 
 
 @pytest.mark.parametrize("name", ["drafts", "draft_tokens", "accepted_tokens"])
