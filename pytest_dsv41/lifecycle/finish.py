@@ -131,6 +131,8 @@ def finish_window(
         alerts.append(f"next: dsv41 {closed.next_command} --campaign {campaign}")
     asked = _process_rules(lines)
     notes = [*outcome.notes, *_seam_note(closed)]
+    if "world" in record.table:
+        notes.insert(0, "over simulated hosts: the verdict is nobody's")
     if asked is not None and asked.override:
         notes += [f"opened by override ({asked.override}) although {why}" for why in asked.refusals]
     summary = Summary(

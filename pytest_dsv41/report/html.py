@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from .. import __version__, durable
 from ..text import one_line
-from ..window.summary import Summary
+from ..window.summary import RESTORE_CHAINED, Summary
 from .model import (
     SeriesRow,
     WindowFiles,
@@ -216,6 +216,7 @@ def html_page(files: WindowFiles) -> str:
         pilot_rows=_pilot_rows(summary) if summary else [],
         archive=archive_text(summary) if summary else "",
         restore=restore_text(summary) if summary else "",
+        chained=RESTORE_CHAINED,
         watch=watch_text(summary) if summary else "",
         version=__version__,
     )

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeGuard
 from ..durable import read_json_lines
 from ..errors import UsageError
 from ..text import one_line
-from ..window.summary import FILE_NAME, CostRow, Summary, read_summary
+from ..window.summary import FILE_NAME, RESTORE_CHAINED, CostRow, Summary, read_summary
 
 __all__ = [
     "EXIT_MEANINGS",
@@ -627,7 +627,8 @@ def restore_text(summary: Summary) -> str:
     parts = [restore.status]
     if restore.answers_identical is not None:
         parts.append(f"{restore.answers_identical} of 6 answers identical")
-    if restore.seconds is not None:
+    # Nothing was restored at a chained end, so nothing took a time.
+    if restore.seconds is not None and restore.status != RESTORE_CHAINED:
         parts.append(duration_text(restore.seconds))
     if restore.reason:
         parts.append(restore.reason)

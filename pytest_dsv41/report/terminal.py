@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..text import one_line
-from ..window.summary import WATCH_FAILED, Summary
+from ..window.summary import RESTORE_CHAINED, WATCH_FAILED, Summary
 from .model import (
     SeriesRow,
     WindowFiles,
@@ -277,8 +277,13 @@ def _facts(summary: Summary) -> list[RenderableType]:
     lines += [(f"ledger {arm}", text, "") for arm, said in summary.ledgers.items() for text in said]
     lines += [("note", text, "") for text in summary.notes]
     lines += [(name, text, "") for name, said in summary.advisory.items() for text in said]
+    left = summary.restore.status == RESTORE_CHAINED
     lines.append(
-        ("restore", restore_text(summary), "" if summary.restore.production_up else "bold red")
+        (
+            "restore",
+            restore_text(summary),
+            "" if summary.restore.production_up else "yellow" if left else "bold red",
+        )
     )
     lines.append(
         (

@@ -75,6 +75,7 @@ def test_a_chain_is_rehearsed_to_its_end_with_nothing_real_touched(tmp_path: Pat
     first = rehearse(out, "--window-chain")
     assert "REHEARSAL on simulated hosts" in first.stdout
     assert newest(out)["chain"] == "CHAINED", first.stdout
+    assert "over simulated hosts: the verdict is nobody's" in str(newest(out)["notes"])
     last = rehearse(out, WINDOW_CHAIN="1", WINDOW_CHAIN_LAST="1")
     record = newest(out)
     assert (record["chain"], record["alerts"]) == ("ENDED", []), last.stdout

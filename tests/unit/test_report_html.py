@@ -251,6 +251,13 @@ def test_production_down_cannot_be_overlooked(tmp_path: Path) -> None:
     assert text.index("PRODUCTION IS DOWN") < text.index("exit 20")
 
 
+def test_a_production_that_a_chain_left_down_is_no_alarm(tmp_path: Path) -> None:
+    restore = {"status": "CHAINED: production left down", "seconds": 0.0}
+    source = html_page(load_window(demo_folder(tmp_path / "w", chain="CHAINED", restore=restore)))
+    assert 'role="alert"' not in source
+    assert '<span class="open">CHAINED: production left down</span>' in source
+
+
 def test_a_killed_window_and_an_empty_one_have_a_page(tmp_path: Path) -> None:
     plan = make_plan()
     killed = page_of(write_folder(tmp_path / "k", plan, make_values(plan, {})[:4], None))
