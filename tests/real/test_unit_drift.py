@@ -103,6 +103,11 @@ def test_a_unit_that_is_what_its_checkout_says_is_clean(units: Units) -> None:
     assert drift(units.host, UNIT, checkout=checkout()) == []
 
 
+def differing(units: Units, name: str) -> list[Finding]:
+    """What differs beside the drop-ins of the distribution."""
+    return [f for f in drift(units.host, name) if f.kind not in ("drop-in", "hides")]
+
+
 def test_the_machines_own_services_are_as_they_are_loaded(units: Units) -> None:
     listed = units.run(
         "systemctl", "list-units", "--type=service", "--state=running", "--plain", "--no-legend"
@@ -110,12 +115,11 @@ def test_the_machines_own_services_are_as_they_are_loaded(units: Units) -> None:
     names = [line.split()[0] for line in listed.splitlines()]
     assert {"ssh.service", "dbus.service", "systemd-journald.service"} <= set(names), names
     for name in names:
-        # Drop-ins of the distribution may apply; nothing else may differ.
-        found = [f for f in drift(units.host, name) if f.kind != "drop-in"]
+        found = differing(units, name)
         if "argv" in {f.kind for f in found} <= {"argv", "environment"}:
             # A daemon that writes over its words: since a reload nothing proves its start.
             units.run("systemctl", "restart", name)
-            found = [f for f in drift(units.host, name) if f.kind != "drop-in"]
+            found = differing(units, name)
         assert found == [], name
 
 
