@@ -13,6 +13,7 @@ another content of the same file is another finding.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,15 +51,18 @@ KINDS: Final = {
     "hides": "a drop-in hides another of the same name",
     "missing-drop-in": "a drop-in of the checkout does not apply",
     "not-loaded": "on disk, and not loaded: a reload would bring it",
-    "gone": "loaded, and no longer on disk",
+    "gone": "loaded, or needed by a start, and no longer on disk",
     "loaded-differs": "loaded otherwise than it stands on disk",
     "changed-since-load": "a file changed after the manager last read its files",
     "daemon-reload": "systemd itself says that it has not read the newest files",
+    "changed-since-start": "a file with further settings changed after the process started",
     "argv": "the running command line is not what is loaded",
     "environment": "the running environment is not what is loaded",
 }
 """Each kind of finding, in a sentence."""
 
+# Keys that are looked at in the process itself, or that say nothing of it.
+_SEEN: Final = re.compile(r"Exec[A-Z]|Environment|UnsetEnvironment|Restart|Timeout|Type$")
 _FILE_MAX: Final = 1 << 20
 # Keys whose loaded property is the word that the file has.
 _SAME_WORD: Final = (
@@ -467,6 +471,9 @@ def _loaded(facts: UnitFacts) -> Iterator[Finding]:
     for path in loaded.drop_ins:
         if path not in on_disk:
             yield _finding("gone", path, "a drop-in that still counts, and is no longer on disk")
+    for env_file in facts.environment_files:
+        if env_file.data is None and not env_file.optional:
+            yield _finding("gone", env_file.path, "a start needs this environment file")
     held = live(_with_base(facts))
     found = [
         *_commands_loaded(facts, held),
@@ -647,6 +654,17 @@ def _running(facts: UnitFacts) -> Iterator[Finding]:
             key=name,
             basis=[has if has is not None else "\0", value],
         )
+    for file in facts.files:
+        other = [a for a in file.assignments if a.section == "Service" and not _SEEN.match(a.key)]
+        if other and file.changed * 1e6 > process.started_us:
+            keys = ", ".join(dict.fromkeys(a.key for a in other))
+            yield _finding(
+                "changed-since-start",
+                file.path,
+                f"pid {process.pid} is older; whether it has {keys} as written cannot be told",
+                line=other[0].line,
+                basis=[file.sha256],
+            )
     if not same or facts.loaded.properties.get("PAMName"):
         return
     passed = facts.loaded.properties.get("PassEnvironment", ())

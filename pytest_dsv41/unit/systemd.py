@@ -215,6 +215,8 @@ def read_unit(
         loaded = reader.loaded(unit)
         say(f"{host.name}: {unit}, its files and its process")
         running = reader.process(loaded) if process and loaded.main_pid else None
+        # By its own name, where it was asked for by another.
+        unit = loaded.names[0]
         fragment, drop_ins, hidden = reader.files(unit, manager, loaded)
         environment_files = reader.environment_files(loaded)
         say(f"{host.name}: {unit}, once more")
@@ -400,10 +402,12 @@ class _Reader:
         return parse_unit_file(path, data, target=target, changed=changed)
 
     def environment_files(self, loaded: Loaded) -> tuple[EnvironmentFile, ...]:
-        changed = {
-            asked: when
-            for asked, _, _, when in self._look([path for path, _ in loaded.environment_files])
-        }
+        named = [
+            (path, optional)
+            for pattern, optional in loaded.environment_files
+            for path in self._matching(pattern)
+        ]
+        changed = {asked: when for asked, _, _, when in self._look([path for path, _ in named])}
         return tuple(
             EnvironmentFile(
                 path,
@@ -411,8 +415,20 @@ class _Reader:
                 self._read(path) if path in changed else None,
                 changed.get(path, 0.0),
             )
-            for path, optional in loaded.environment_files
+            for path, optional in named
         )
+
+    def _matching(self, pattern: str) -> list[str]:
+        """The files of a pattern in order; one that nothing matches is its own, missing file."""
+        if not any(char in pattern for char in "*?["):
+            return [pattern]
+        script = "LC_ALL=C; IFS=; for file in $1; do printf '%s\\0' \"$file\"; done"
+        done = self._host.run(
+            [*self._become, "sh", "-c", script, "sh", pattern],
+            name="unit-env-files",
+            deadline_s=_DEADLINE_S,
+        )
+        return done.stdout.split("\0")[:-1]
 
     def _look(self, paths: Sequence[str]) -> list[tuple[str, str, str, float]]:
         if not paths:

@@ -123,6 +123,9 @@ def test_drop_ins_of_an_alias_apply_too(units: Units) -> None:
     facts = read_unit(units.host, "real-name", process=False)
     assert [file.path for file in facts.drop_ins] == list(facts.loaded.drop_ins)
     assert len(facts.drop_ins) == 2
+    by_alias = read_unit(units.host, "other-name", process=False)
+    assert (by_alias.unit, by_alias.drop_ins) == ("real-name.service", facts.drop_ins)
+    assert by_alias.fragment == facts.fragment
 
 
 # -- what files say --------------------------------------------------------------------------------

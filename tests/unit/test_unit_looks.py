@@ -156,6 +156,32 @@ def test_loaded_is_held_against_the_files(
     assert (kind, key) in {(f.kind, f.key) for f in machine.drift()}
 
 
+def test_settings_that_changed_under_the_process(machine: Machine) -> None:
+    machine.answer(ExecMainStartTimestamp=1_000_000)
+    assert machine.drift() == []
+    machine.fragment.write_text(f"{TEXT}Restart=no\nNice=5\n")
+    machine.answer(Restart="no")
+    (found,) = machine.drift()
+    assert (found.kind, found.path, found.line) == ("changed-since-start", str(machine.fragment), 5)
+    assert "Nice" in found.what
+
+
+def test_environment_files_of_a_pattern_and_one_that_a_start_needs(machine: Machine) -> None:
+    pattern = f"{machine.folder}/env/*.env"
+    for name, text in (("10.env", "SHAPE=0\nSLOTS=3\n"), ("20 b.env", "SHAPE=1\n")):
+        path = machine.folder / "env" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    needed = f"{machine.folder}/none.env"
+    machine.fragment.write_text(f"{TEXT}EnvironmentFile={pattern}\nEnvironmentFile={needed}\n")
+    machine.answer(EnvironmentFiles=[[pattern, False], [needed, False]])
+    found = {(f.kind, f.path, f.line, f.key) for f in machine.drift()}
+    assert found == {
+        ("gone", needed, 0, ""),
+        ("environment", f"{machine.folder}/env/10.env", 2, "SLOTS"),
+    }
+
+
 def test_a_process_of_other_words_is_drift_unless_systemd_started_it_so(machine: Machine) -> None:
     machine.fragment.write_text(TEXT.replace("/bin/sleep 1000", "/bin/serve --slots 2"))
     command = ["/bin/serve", ["/bin/serve", "--slots", "2"], [], 0, 0, 0, 0, 0, 0, 0]
