@@ -296,7 +296,9 @@ def _crash(loaded: Loaded, ending: _Ending) -> str:
 def _ending(loaded: Loaded, journal: Sequence[JournalLine]) -> _Ending | None:
     """The newest failure that the journal or systemd knows; None where nothing failed."""
     for line in reversed(journal):
-        if line.code and (line.code != _EXITED or line.status != 0):
+        # What a stop ends by SIGTERM, such as a check that was under way, has not failed.
+        stopped = line.code == 2 and line.status == signal.SIGTERM
+        if line.code and not stopped and (line.code != _EXITED or line.status != 0):
             seconds = _seconds(loaded, journal, line)
             return _Ending(line.command or "its process", line.code, line.status, seconds)
     if loaded.result == "success":
