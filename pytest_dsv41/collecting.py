@@ -51,6 +51,7 @@ class CellCollector:
         self.plan: Plan | None = None
         self.quality: dict[str, QualityPlan] = {}
         self.pilot: PilotPlan | None = None
+        self._faults: list[str] = []
         self._narrow = list(config.getoption("file_or_dir", None) or [])
         self._collect_window()
 
@@ -88,9 +89,10 @@ class CellCollector:
         for cell in cells:
             where = f"{collector.nodeid}::{name}"
             if cell.name in self.found and cell.name in wanted:
-                raise pytest.UsageError(
+                self._faults.append(
                     f"cell {cell.name} is defined twice: {self.found[cell.name].where} and {where}"
                 )
+                return []
             self.found[cell.name] = _Found(self._with_sampling(cell), where)
         return None if any(cell.name in wanted for cell in cells) else []
 
@@ -109,9 +111,11 @@ class CellCollector:
             return dataclasses.replace(cell, sampling=sampling)
         except (TypeError, ValueError) as error:
             names = ", ".join(field.name for field in dataclasses.fields(cell.sampling))
-            raise pytest.UsageError(
+            # Raised here it would be an error of collecting the module, with a traceback.
+            self._faults.append(
                 f"{self.spec.path.name}: cells.{cell.name}.sampling: {error}; valid: {names}"
-            ) from None
+            )
+            return cell
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         cells: tuple[Cell, ...] = getattr(metafunc.function, "__dsv41_cells__", ())
@@ -159,6 +163,8 @@ class CellCollector:
     ) -> Iterator[None]:
         if session.testsfailed:
             return (yield)
+        if self._faults:
+            raise pytest.UsageError(self._faults[0])
         try:
             definitions = {
                 name: {
