@@ -123,9 +123,15 @@ def test_the_machines_own_services_are_as_they_are_loaded(units: Units) -> None:
         assert found == [], name
 
 
-@pytest.mark.parametrize("what", WHAT)
 @pytest.mark.parametrize("name", ["10-foreign.conf", "zz-foreign.conf"])
-@pytest.mark.parametrize("where", FOLDERS)
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        *((where, "both") for where in FOLDERS),
+        *((where, "ExecStart") for where in ("etc", "run", "service.d in etc")),
+        *((where, "Environment") for where in ("etc", "run", "service.d in etc")),
+    ],
+)
 def test_a_foreign_drop_in_is_named_with_what_it_beats(
     where: str, name: str, what: str, units: Units
 ) -> None:
