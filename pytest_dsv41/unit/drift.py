@@ -12,6 +12,7 @@ another content of the same file is another finding.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -355,7 +356,7 @@ def _drop_ins(
             continue
         own = [change for change in every if change.path == file.path]
         same = declared.get(file.path.rpartition("/")[2]) == file.data
-        for change in own:
+        for change in (_with_what_that_beat(change, every) for change in own):
             anywhere = _beaten_anywhere(facts, change, held)
             mine = [a for a in (*change.beats, *anywhere) if a.path in ours]
             if same and not mine:
@@ -383,6 +384,16 @@ def _with_base(facts: UnitFacts) -> list[UnitFile]:
     """The files in order; an empty one in place of a unit file that is not there."""
     base = facts.fragment or parse_unit_file(facts.unit, b"")
     return [base, *facts.drop_ins]
+
+
+def _with_what_that_beat(change: Change, every: Sequence[Change]) -> Change:
+    """The change with all that no longer counts: what it beats, what that had beaten, and so on."""
+    beats = list(change.beats)
+    for assignment in beats:
+        for earlier in every:
+            if earlier.subject == change.subject and assignment in earlier.by:
+                beats += [a for a in earlier.beats if a not in beats and a.path != change.path]
+    return dataclasses.replace(change, beats=tuple(beats))
 
 
 def _beaten_anywhere(

@@ -208,7 +208,7 @@ class _Ending:
     def __str__(self) -> str:
         name = _signal(self.status) if self.code != _EXITED else f"exit code {self.status}"
         core = ", core dumped" if self.code == 3 else ""
-        lived = "" if self.seconds is None else f" after {self.seconds:.2f} s"
+        lived = "" if self.seconds is None else f" after {self.seconds:.3f} s"
         return f"{self.command} ended by {name}{core}{lived}"
 
 

@@ -130,8 +130,18 @@ def test_a_foreign_drop_in_before_and_after_ours(name: str, kind: str, machine: 
     assert (command.kind, command.line, command.beats) == (
         "drop-in", 3, (f"{machine.fragment}:3",)
     )  # fmt: skip
-    expected = f"{ours}:2" if kind == "drop-in-over-ours" else f"{machine.fragment}:2"
-    assert shape.beats == (expected,)
+    over = (f"{ours}:2",) if kind == "drop-in-over-ours" else ()
+    assert shape.beats == (*over, f"{machine.fragment}:2")
+
+
+def test_one_that_beats_what_beats_ours_beats_ours(machine: Machine) -> None:
+    text = "[Service]\nEnvironment=SHAPE=4\n"
+    ours = machine.drop_in(machine.run, "50-ours.conf", text)
+    first = machine.drop_in(machine.etc, "60.conf", text)
+    last = machine.drop_in(machine.run, "70.conf", text)
+    found = {f.path: f for f in machine.drift(ours) if f.kind == "drop-in-over-ours"}
+    assert found[str(first)].beats == (f"{ours}:2", f"{machine.fragment}:2")
+    assert found[str(last)].beats == (f"{first}:2", f"{ours}:2", f"{machine.fragment}:2")
 
 
 @pytest.mark.parametrize(
