@@ -5,7 +5,6 @@ The answers have the form of systemd 252's; tests/real asks a real one.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -215,19 +214,11 @@ def test_a_folder_that_cannot_be_read_is_not_empty(machine: Machine) -> None:
     path = machine.drop_in(machine.run, "a.conf", "")
     path.parent.chmod(0o000)
     host = LocalHost(CommandLog(machine.folder / "cmd", synced=False))
+    # Root reads it all the same, but for a root without that right.
+    less = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
     try:
-        if os.geteuid() == 0:
-            # Root reads it all the same: another user is asked to.
-            for folder in (machine.folder, *machine.folder.parents):
-                with contextlib.suppress(PermissionError):
-                    folder.chmod(folder.stat().st_mode | 0o055)
-                if folder.name.startswith("pytest-of"):
-                    break
-            become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-        else:
-            become = []
         with pytest.raises(CommandFailed, match="cannot be read"):
-            read_unit(host, "m", become=become)
+            read_unit(host, "m", become=less if os.geteuid() == 0 else [])
     finally:
         path.parent.chmod(0o755)
 
