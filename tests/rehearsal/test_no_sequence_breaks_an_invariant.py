@@ -133,11 +133,13 @@ class Campaign(RuleBasedStateMachine):
         for _ in range(4):
             status = look(self.pair.campaign)
             if status.observation.answer in (Answer.CLEAN, Answer.CHAIN_WAITING):
-                return
+                break
             self.by_hand = status.observation.answer is not Answer.RECOVER
             with contextlib.suppress(Dsv41Error, OSError):
                 follow(self.pair, status)
             self.by_hand = False
+        # Before a window may rightly take production down again.
+        self.a_marker_goes_only_where_production_serves()
 
     # -- what a coordinator does -------------------------------------------------------------------
 
@@ -344,7 +346,9 @@ class Chains(Campaign):
     def chain_goes_on(self, last: bool, at: int) -> None:
         """Two windows of a chain with the gate between them, which may be killed."""
         self.window(FIRST, None, True)
+        self.a_marker_goes_only_where_production_serves()
         self.gate(at)
+        self.a_marker_goes_only_where_production_serves()
         self.window(LAST if last else FIRST, None, False)
 
 
