@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.special import rel_entr
 
 from pytest_dsv41.cli import main
 from pytest_dsv41.engines import get_engine
 from pytest_dsv41.measure import Endpoint
+from pytest_dsv41.quality.kl import top20_kl
 from pytest_dsv41.quality.reference import (
     BaseFile,
     Plan,
@@ -136,6 +138,56 @@ def test_the_statistics_are_those_that_llama_perplexity_prints(work: Path, name:
     assert every["ppl"]["reference"] == pytest.approx(printed(said, "Mean PPL(base)"), rel=5e-5)
     assert every["ppl"]["ratio"] == pytest.approx(printed(said, "Mean PPL(Q)/PPL(base)"), rel=5e-5)
     assert 100 * every["top1_agreement"] == pytest.approx(printed(said, "Same top p"), abs=1e-3)
+
+
+def whole_rows(base: BaseFile) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Each row's log-probabilities in double precision, and which are above the floor."""
+    every = np.arange(base.n_vocab)[None]
+    with base.reader() as reader:
+        for row in range(base.rows):
+            logp, mass = (values[0] for values in reader.read(row, 1).stored(every))
+            yield logp - np.log(mass.sum()), mass > 0
+
+
+def likeliest(logp: np.ndarray) -> list[tuple[int, float]]:
+    return [(int(i), float(logp[i])) for i in np.argsort(-logp)[:20]]
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q8_0"])
+def test_twenty_tokens_and_the_rest_come_close_to_the_whole_where_they_share_the_mass(
+    work: Path, name: str
+) -> None:
+    """KL over the vocabulary = KL of the lists + po times the KL of what both say of the rest.
+
+    po is the control's mass beside the shared tokens, at most 0.01 where 0.99 are shared. So there
+    a hundredth of the rest's own KL is missing at most.
+    """
+    base, other = BaseFile(work / "base.base"), BaseFile(work / f"{name}.base")
+    whole = score(base, other).kl.astype(float)
+    coarse, trusted, missing = [], [], []
+    for (p, rest), (q, _) in zip(whole_rows(base), whole_rows(other), strict=True):
+        own, theirs = likeliest(p), likeliest(q)
+        found = top20_kl(own, theirs)
+        rest[list(dict(own).keys() & dict(theirs).keys())] = False
+        left, right = np.exp(p[rest]), np.exp(q[rest])
+        coarse.append(found.kl)
+        trusted.append(found.trusted)
+        # Of a token as good as certain the floor may leave no rest at all.
+        known = left.sum() > 0
+        missing.append(rel_entr(left / left.sum(), right / right.sum()).sum() if known else 0.0)
+    kl, shared, moved = np.array(coarse), np.array(trusted), np.array(missing)
+    lost = (whole - kl)[shared]
+    print(
+        f"\n{name}: {len(kl)} positions, {kl.sum() / whole.sum():.3f} of the whole KL; "
+        f"{shared.sum()} with a common mass of 0.99, there "
+        f"{kl[shared].sum() / whole[shared].sum():.4f} of it, within 1 % at "
+        f"{(lost <= 0.01 * whole[shared]).sum()}, the worst "
+        f"{100 * (lost / whole[shared]).max():.2f} % or {lost.max():.1e} nats low"
+    )
+    assert shared.sum() >= 10
+    # Sixteen bits and their floor: a value is off by at most 8 / 65535.
+    assert (kl <= whole + 8 / 65535).all()
+    assert (lost <= 0.01 * moved[shared] + 8 / 65535).all()
 
 
 def test_the_gate_lets_the_fine_one_pass_and_not_the_coarse_one(work: Path) -> None:

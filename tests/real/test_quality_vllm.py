@@ -124,7 +124,7 @@ def serving(model: Path, *more: str) -> Iterator[Endpoint]:
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        until = time.monotonic() + 300
+        until = time.monotonic() + 900
         while get_engine("vllm").health(url) != "up":
             if process.poll() is not None or time.monotonic() > until:
                 pytest.fail(f"no server: {log.read_text()[-3000:]}")
