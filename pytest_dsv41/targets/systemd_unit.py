@@ -444,9 +444,17 @@ class SystemdUnitTarget:
         return f"{self._table.unit} {what} during {start}; {self._unit.last_words(began)}"
 
     def stop_arm(self, start: str) -> None:
-        """Stop the unit, and take the start's files away."""
-        self._clear(f"{start}-stop")
+        """Stop the unit, and take the start's files away.
+
+        Raises:
+            WindowStopped: it is stopped, and was not the start any more: what was measured last may
+                have been another server's.
+        """
+        dead = self.check_arm(start) if start in self._alive else None
         self._alive.pop(start, None)
+        self._clear(f"{start}-stop")
+        if dead is not None:
+            raise WindowStopped(dead)
 
     def stop_all(self) -> None:
         """As `stop_arm`, whatever start of this window has left something."""

