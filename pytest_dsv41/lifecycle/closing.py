@@ -41,6 +41,7 @@ from .marker import (
     here,
     marker_path,
     new_owner,
+    read_leftovers,
     read_marker,
     remove_leftovers,
     remove_marker,
@@ -219,7 +220,7 @@ class _Closer:
                 self.fail(ALERT, self.result.alerts[-1])
             return
         if intent is None:
-            if self.journal.took_down():
+            if self.journal.took_down() or self.journal.begun("intent-clear"):
                 self.given_back()
             else:
                 self.untouched()
@@ -390,6 +391,9 @@ class _Closer:
             self.attempt("hold-close", lambda: self.hold.close(self.window_id))
         elif state is not HoldState.NONE and self.journal.begun("hold"):
             self.result.alerts.append(f"HOLD {self.hold} is {state.value}: {owner}")
+        if self.journal.mode() != "single":
+            # It was down when this began; whoever has ended the chain since has to be seen.
+            self.result.production_down = self.down()
 
     def given_back(self) -> None:
         """Production was taken down and no intent is left: an earlier close did it, or a person.
@@ -411,6 +415,10 @@ class _Closer:
                 "seconds": watched.get("watched_s"),
                 **{key: watched[key] for key in seen if key in watched},
             }
+            if self.journal.ended("marker-clear"):
+                owners = {one.owner for one in read_leftovers(self.campaign)}
+                left = self.journal.chain() in owners
+                self.result.chain = CHAIN_ENDED_WITH_ALERT if left else CHAIN_ENDED
             return
         # The HOLD stays where it lies: nothing proves that production is itself.
         self.fail(ALERT, "production was stopped, and no down-intent says how it came back")

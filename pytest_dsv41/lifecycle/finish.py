@@ -30,6 +30,7 @@ from ..window.plan import Plan
 from ..window.quality import judge_quality
 from ..window.summary import (
     RESTORE_FAILED,
+    RESTORE_NOT_NEEDED,
     ArchiveHead,
     ArchiveUse,
     ArmInfo,
@@ -187,7 +188,9 @@ def finish_abort(folder: Path, closed: CloseResult) -> Summary:
     kind, lines = "end" if journal.mode() == "end" else "abort", journal.lines()
     ended = closed.chain in (CHAIN_ENDED, CHAIN_ENDED_WITH_ALERT)
     code = EXIT_DOWN if closed.production_down else EXIT_ALERT
-    if closed.clean and ended:
+    # It was killed, and somebody else has ended the chain since: nothing is left to do.
+    by_another = closed.restore.get("status") == RESTORE_NOT_NEEDED
+    if closed.clean and (ended or by_another):
         code = 0
     alerts = [*closed.alerts, *(x for x in closed.errors if x not in closed.alerts)]
     if code and closed.open:

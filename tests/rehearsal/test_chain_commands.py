@@ -329,3 +329,25 @@ def test_a_recoverys_own_name_never_comes_from_an_odd_folder(
     (owner,) = [n for n in windows(pair.campaign) if n.startswith("CHAIN-ABORT-2")]
     assert read_summary(out).window.id == owner
     pair.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("kept", "restore", "ended"),
+    [(None, "RESTORED", "ENDED"), (1, "NOT NEEDED: production untouched", None)],
+    ids=["after its last step", "before its HOLD"],
+)
+def test_a_recovery_that_was_killed_is_finished_without_a_false_alert(
+    pair: Pair, kept: int | None, restore: str, ended: str | None
+) -> None:
+    pair.run(FIRST)
+    out = pair.campaign / "CHAIN-ABORT-1"
+    assert chain(pair, "abort", "--out", str(out)) == 0
+    # As a kill leaves it: no summary, and the journal as far as it had come.
+    (out / "summary.json").unlink()
+    lines = (out / "journal.jsonl").read_text().splitlines(keepends=True)
+    (out / "journal.jsonl").write_text("".join(lines[:kept]))
+    assert main(["recover", "--campaign", str(pair.campaign)]) == 0
+    summary = read_summary(out)
+    assert (summary.restore.status, summary.chain, summary.exit_code) == (restore, ended, 0)
+    assert main(["status", "--campaign", str(pair.campaign)]) == 0
+    pair.nothing_is_left()
