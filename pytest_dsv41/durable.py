@@ -13,6 +13,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -29,10 +30,12 @@ __all__ = [
     "parse_json",
     "read_json_lines",
     "remove",
+    "sweep",
     "write_atomic",
 ]
 
 _MODE = 0o600
+_TEMPORARY: Final = re.compile(r"\..+\.(\d+)\.[0-9a-f]{8}\.tmp")
 _T = TypeVar("_T")
 _KINDS: Final[dict[str, Any]] = {
     "str": (str,),
@@ -180,6 +183,15 @@ def remove(path: Path) -> None:
         path.unlink()
     if path.parent.is_dir():
         fsync_folder(path.parent)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporary files in `folder` whose writers were killed; others' stay."""
+    for path in folder.glob(".*.tmp"):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is not None and not Path(f"/proc/{match[1]}").exists():
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def append_json_line(path: Path, value: Any) -> None:

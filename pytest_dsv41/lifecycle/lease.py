@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import psutil
 
-from ..durable import FileLock, dump_json, parse_json, read_json_lines, write_atomic
+from ..durable import FileLock, dump_json, parse_json, read_json_lines, sweep, write_atomic
 from ..errors import RefusedByWorld
 from ..hosts.local import boottime
 from .journal import utc_now
@@ -61,6 +61,7 @@ class Lease:
                     + (str(held) if held else "it has not said its name yet")
                 )
             time.sleep(0.01)
+        sweep(self._path.parent)
         self.epoch = max(self.newest(), self._told(), above) + 1
         self._write(owner, seconds)
 

@@ -180,6 +180,26 @@ def test_a_lost_lease_never_begins_again_at_an_epoch_that_hosts_refuse(
     again.release()
 
 
+def test_who_takes_the_lease_removes_what_a_killed_writer_left_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    torn = tmp_path / f".intent.json.{gone.pid}.0123abcd.tmp"
+    kept = [
+        tmp_path / f".intent.json.{os.getpid()}.0123abcd.tmp",
+        tmp_path / ".somebody.tmp",
+        tmp_path / f".x.{gone.pid}.tmp",
+    ]
+    for path in (torn, *kept):
+        path.write_text("")
+    lease = Lease(tmp_path)
+    lease.acquire("window", 60.0)
+    lease.release()
+    assert not torn.exists()
+    assert all(path.exists() for path in kept)
+
+
 def pipe(path: Path) -> None:
     os.mkfifo(path)
 
