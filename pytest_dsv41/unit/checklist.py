@@ -548,12 +548,16 @@ class _Place:
             if data is None:
                 raise CommandFailed(f"{file}: not on the host", 1)
             return data.decode("utf-8", "replace")
-        invocation = self.facts.loaded.invocation
-        if not invocation:
+        begun = int(self.facts.loaded.properties.get("InactiveExitTimestamp", 0))
+        if not begun:
             raise CommandFailed("the unit was not started since the boot", 1)
+        # By time and not by invocation: of a process that ended at once the journal may learn it
+        # too late.
+        which = "--user-unit" if self._user else "--unit"
+        since = f"--since=@{begun // 10**6}.{begun % 10**6:06d}"
         argv = [*self._become, "journalctl", "--no-pager", "--quiet", "--output=cat"]
         return self.host.run(
-            [*argv, f"_SYSTEMD_INVOCATION_ID={invocation}"],
+            [*argv, f"{which}={self.facts.unit}", since],
             name="unit-ledger",
             deadline_s=60.0,
             private=True,
