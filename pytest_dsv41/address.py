@@ -15,6 +15,7 @@ __all__ = ["Address", "base_url", "check_url", "parse_url", "unix_path"]
 
 _VALID: Final = "valid: http://HOST:PORT, https://HOST:PORT or unix:PATH"
 _NEVER: Final = frozenset(' "<>\\^`{|}')  # RFC 3986, appendix A: none of a URI's characters
+_PATH: Final = re.compile(r"(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*")
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 
 
@@ -82,11 +83,14 @@ def check_url(url: str) -> str:
         return url
     if "@" in url:
         raise UsageError(f"a server's address holds a user's name or a password; {_VALID}")
-    parse_url(url)
+    way = parse_url(url).path
     # Paths are joined to the address, and would land behind these.
     if "?" in url or "#" in url:
         shown = one_line(url, 120)
         raise UsageError(f"{shown}: a query or a fragment in a server's address; {_VALID}")
+    # Others write such a path in another way, and it would be asked in two.
+    if not _PATH.fullmatch(way) or {".", ".."} & {*way.split("/")}:
+        raise UsageError(f"{one_line(url, 120)}: a path that is not in its plain form; {_VALID}")
     return url
 
 
