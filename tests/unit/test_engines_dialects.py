@@ -417,7 +417,8 @@ WRONG_ADDRESS = pytest.mark.parametrize(
         "", "h:1", "ftp://h", "http://", "http://[::1", "http://h:99999", "http://h:0", "http://h:x",
         "http://h?a=1", "http://h#a", "http://h/?", "unix:", "http://h o", "http://h\n",
         "http://h/\u00e9", "http://\u00e9",
-        "http://h/.", "http://h/a/../b", "http://h/%zz", "http://h/[", "http://300.1.1.1", "unix:a\0b",
+        "http://h/.", "http://h/a/../b", "http://h/%zz", "http://h/[", "http://300.1.1.1",
+        "unix:a\0b",
     ],
 )  # fmt: skip
 
