@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from .. import __version__
@@ -104,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             check_url(arguments.url)
         if hasattr(arguments, "campaign") and any(x.startswith("DSV41_CHAIN_") for x in os.environ):
+            from pathlib import Path
+
             from ..lifecycle.chain import refuse_overrides_over
 
             given = arguments.campaign
