@@ -20,6 +20,7 @@ import hashlib
 import json
 import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
@@ -891,10 +892,12 @@ class SystemdUnitTarget:
             began = seen if seen.pid else began
             ended = seen.active == "inactive" and seen.invocation != before.invocation
             if seen.active == "failed" or ended or (strict and seen.restarts):
-                again = f", started again {seen.restarts} times" if seen.restarts else ""
+                # Between two tries of a loop systemd has no result to tell.
+                told = [seen.result] if seen.result != "success" else []
+                told += [f"started again {seen.restarts} times"] if seen.restarts else []
                 raise StartFailed(
-                    f"{name}: {self._table.unit} failed ({seen.result}{again}); "
-                    f"{self._unit.last_words(began)}"
+                    f"{name}: {self._table.unit} failed ({', '.join(told) or 'it ended'}); "
+                    f"{self._last_words(before, seen, began)}"
                 )
             healthy, said = self._healthy()
             if healthy and seen.serving:
@@ -902,11 +905,26 @@ class SystemdUnitTarget:
             if boottime() > deadline:
                 raise StartFailed(
                     f"{name}: {self._table.unit} is {seen.active}, not healthy within {limit:g} s "
-                    f"({said}); {self._unit.last_words(began)}"
+                    f"({said}); {self._last_words(before, seen, began)}"
                 )
             # Each look is a record: a boot of half an hour must not make thousands.
             self._context.pause(min(5.0, _POLL_S + (limit - (deadline - boottime())) / 30))
             seen = self._unit.look()
+
+    def _last_words(self, before: UnitState, *seen: UnitState) -> str:
+        """What the newest start said last; an earlier server's words are not its.
+
+        The journal may lag behind a start that ended at once, so it is asked again for a while.
+        """
+        own = [state for state in seen if state.invocation != before.invocation]
+        told = "it printed nothing"
+        for _ in range(10):
+            for state in own:
+                told = self._unit.last_words(state)
+                if told.startswith("its last line"):
+                    return told
+            time.sleep(_POLL_S / 2)
+        return told
 
     def _healthy(self) -> tuple[bool, str]:
         """Whether the server says so: by the table's health command, or over HTTP."""
