@@ -341,7 +341,9 @@ class SparkPairTarget:
         return {"argv": running, "definition": self.describe(), "files": files}
 
     def stop_production(self) -> None:
-        """End production on every host."""
+        """End production on every host, after each has answered: half of it serves nobody."""
+        for host in self._hosts:
+            live_scopes(host)
         self._everywhere(lambda host: self._stop_production_on(host))
         self._closed(self._table.production, "production-stop")
 
@@ -355,9 +357,17 @@ class SparkPairTarget:
             fence=self._fence,
         )
 
+    def _half_gone(self) -> bool:
+        """Whether production runs on some of its hosts and has ended on another, as all tell."""
+        try:
+            live = [self._production_unit in live_scopes(host) for host in self._hosts]
+        except (Dsv41Error, OSError):
+            return False
+        return any(live) and live != [bool(self._production_argv(host)) for host in self._hosts]
+
     def start_production(self) -> None:
         """Put the captured files back and start production, unless it is up or coming up."""
-        if self.probe().state is Probe.UP:
+        if self.probe().state is Probe.UP and not self._half_gone():
             return
         live = [self._production_unit in live_scopes(host) for host in self._hosts]
         wanted = [bool(self._production_argv(host)) for host in self._hosts]

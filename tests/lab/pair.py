@@ -291,7 +291,7 @@ class Pair:
         """Production answers; no scope, tmux session, HOLD, marker or intent is left."""
         assert self.target().probe().state is Probe.UP
         for host in self.hosts.values():
-            assert live_scopes(host) == ["dsv41-production.scope"]
+            assert (host.name, live_scopes(host)) == (host.name, ["dsv41-production.scope"])
             assert host.read(HOLD) is None
             titles = [p.argv[0] for p in host.processes() if p.argv]
             assert not [title for title in titles if "DSV41-OFFLOAD hold" in title]

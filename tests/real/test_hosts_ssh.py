@@ -137,7 +137,7 @@ def test_a_full_disk_is_an_answer_and_leaves_nothing_behind(host: SshHost) -> No
 
 
 def test_what_may_not_be_read_or_made_is_an_answer(host: SshHost) -> None:
-    with pytest.raises(CommandFailed, match="Is a directory"):
+    with pytest.raises(CommandFailed, match="not a file"):
         host.read("/etc")
     with pytest.raises(CommandFailed, match="cannot create directory"):
         host.create("/etc/hostname/HOLD", "x")
