@@ -382,6 +382,17 @@ def test_half_a_production_is_started_anew(pair: Pair) -> None:
     assert target.probe().state is Probe.UP
 
 
+def test_a_head_that_still_answers_is_not_the_whole_of_production(pair: Pair) -> None:
+    target = pair.serve()
+    (before,) = pair.argv("alpha")
+    pair.world.inject("reboot", "beta")
+    assert target.probe().state is Probe.UP
+    assert pair.argv("beta") == []
+    target.start_production()
+    assert pair.argv("alpha") == [before]
+    assert len(pair.argv("beta")) == 1
+
+
 def test_a_server_that_dies_at_once_says_its_last_line(tmp_path: Path) -> None:
     pair = Pair(tmp_path, programs={"vllm": f"{__name__}:dies"})
     target = pair.target()
