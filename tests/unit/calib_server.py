@@ -101,20 +101,23 @@ class _Handler(BaseHTTPRequestHandler):
             server.seen.append(prompt)
             server.tokens += count - server.cached
             reached = 0 < server.threshold <= server.tokens
-        if reached and not server.answers:
-            return self._away()
+        if reached:
+            # Before the answer: who has it could send the next prompt into the open socket.
+            self._away()
+            if not server.answers:
+                return self._leave()
         details = {"cached_tokens": server.cached}
         usage = {"prompt_tokens": count, "completion_tokens": 1, "prompt_tokens_details": details}
-        self._say({"choices": [{"text": "x"}], "usage": usage})
+        last = {"Connection": "close"} if reached else None
+        self._say({"choices": [{"text": "x"}], "usage": usage}, last)
         if reached:
-            self._away()
+            self._leave()
         return None
 
     def _away(self) -> None:
         self.server.gone.set()
         threading.Thread(target=self.server.shutdown, daemon=True).start()
         self.server.socket.close()
-        self._leave()
 
     def _leave(self) -> None:
         with contextlib.suppress(OSError):
