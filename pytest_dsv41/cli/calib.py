@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from .arguments import seconds
+
 HELP = "push a corpus through a server that records a calibration; 0 enough tokens, 1 not"
 
 
@@ -26,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--in-flight", type=int, default=1, metavar="N", help="prompts at once (default: 1)"
     )
     one.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="S", help="of one prompt (default: 3600)"
+        "--timeout", type=seconds, default=3600.0, metavar="S", help="of one prompt (default: 3600)"
     )
     one.add_argument(
         "--run",

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import sys
 
+from .arguments import seconds
+
 HELP = (
     "Vision, a tool call, reasoning efforts, the reasoning field, JSON answers, draft counters: "
     "PASS, FAIL or NOT OFFERED. Exit code: 0 none failed, 2 one did."
@@ -29,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a probe that must PASS: NOT OFFERED is a failure; repeatable",
     )
     parser.add_argument(
-        "--deadline", type=float, default=600.0, metavar="S", help="of all (default: 600)"
+        "--deadline", type=seconds, default=600.0, metavar="S", help="of all (default: 600)"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON array")
 

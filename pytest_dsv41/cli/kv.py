@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -131,7 +132,7 @@ def _pairs(given: list[str], flag: str) -> dict[str, float]:
             found[name] = float(value)
         except ValueError:
             equals = ""
-        if not equals or not name:
+        if not equals or not name or not math.isfinite(found[name]):
             raise UsageError(f"--{flag} {pair}: write NAME=NUMBER")
     return found
 

@@ -75,6 +75,22 @@ def test_a_deadline_that_is_none(
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ("fleet-probe", NOBODY, "--engine", "vllm", "--deadline"),
+        ("calib", "push", "none.jsonl", NOBODY, "--until-tokens", "1", "--timeout"),
+    ],
+    ids=["fleet-probe", "calib"],
+)
+@pytest.mark.parametrize("limit", ["nan", "inf", "0", "-1"])
+def test_a_limit_of_the_payloads_commands_that_is_none(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], limit: str
+) -> None:
+    told = refused(capsys, *words[:-1], f"{words[-1]}={limit}")
+    assert f"{limit}: valid: above 0 to 1e9 seconds" in told
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (("--commit", "xyz"), "--commit xyz: 40 hex digits"),

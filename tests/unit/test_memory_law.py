@@ -328,6 +328,40 @@ def test_a_knob_out_of_its_range_is_refused_with_the_reason() -> None:
         make_plan(RADIANCE, Shape("q8_0", 2, WINDOW))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--pool", "nan"],
+        ["--pool", "inf"],
+        ["--pool=-1"],
+        ["--pool", "5120", "--weights", "nan"],
+        ["--pool", "5120", "--weights=-1"],
+        ["--pool", "5120", "--weights", "26112", "--ledger-pair", "nan/5120"],
+        ["--pool", "5120", "--weights", "26112", "--ledger-pair", "inf/5120"],
+        ["--pool", "5120", "--knob", "max-num-batched-tokens=nan"],
+        ["--pool", "5120", "--knob", "max-num-batched-tokens=-inf"],
+    ],
+)
+def test_a_number_that_is_none_fits_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """nan is below every bound and above none: it must never make a plan fit."""
+    (tmp_path / "boot.log").write_text(FP8_BOOT)
+    asked = ["--law", "radiance", "--dtype", "fp8", "--seqs", "3", "--window", "200000"]
+    assert main(["kv", "plan", *asked, "--ledger", str(tmp_path / "boot.log"), *words]) == 4
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert main(["kv", "ledger", str(tmp_path / "boot.log"), "--flag", "vram-kv-mib=nan"]) == 4
+
+
+def test_three_slots_in_the_pool_of_four_back_what_the_document_says() -> None:
+    """(6912 - 330 - 448) * 1024 / 7.3125 = 858,969: 43 % more than three windows."""
+    backed = RADIANCE.backed_tokens("fp8", 3, WINDOW, 6912)
+    assert backed == 858_969
+    assert backed / (3 * WINDOW) == pytest.approx(1.43, abs=0.005)
+
+
 def test_alternatives_show_each_dtype_and_one_sequence_more() -> None:
     found = {
         (one.dtype, one.seqs): one

@@ -93,6 +93,21 @@ def test_the_documents_three_streams_by_hand() -> None:
     assert rung.jain == pytest.approx(0.62933, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("rates", "wall_s", "aggregate"),
+    # The document's two rungs of three streams, at 43.5k and at 197k.
+    [((113.9, 43.3, 10.9), 83.4, 18.4), ((88.9, 16.3, 64.6), 122.4, 12.5)],
+)
+def test_the_aggregate_by_the_wall_is_the_documents_at_both_depths(
+    rates: tuple[float, ...], wall_s: float, aggregate: float
+) -> None:
+    streams = [stream(first_s=wall_s - 511 / rate, last_s=wall_s) for rate in rates]
+    rung = rung_of(group(*streams, decode_ms=1.0), depth=43520, corpus="repetitive")
+    assert rung.rates == pytest.approx(rates, rel=1e-3)
+    assert rung.wall_tok_s == pytest.approx(aggregate, abs=0.05)
+    assert rung.fairness == pytest.approx(min(rates) / max(rates), rel=1e-3)
+
+
 def test_client_and_engine_rates_stand_beside_each_other() -> None:
     one = stream(first_s=1.0, last_s=6.0, tokens=501)
     rung = rung_of(group(one, decode_ms=4000.0), depth=100, corpus="varied")

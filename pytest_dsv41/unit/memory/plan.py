@@ -73,9 +73,9 @@ def make_plan(
         knobs: other flags by name, to be held against the law's bounds.
 
     Raises:
-        UsageError: a dtype, number or knob that the law does not know.
+        UsageError: a dtype or knob that the law does not know, or a number that is none.
     """
-    _check(law, shape, knobs or {})
+    _check(law, shape, knobs or {}, pair)
     refused: list[str] = []
     need = law.need_mib(shape.dtype, shape.seqs, shape.window)
     backed = None
@@ -110,7 +110,9 @@ def make_plan(
     )
 
 
-def _check(law: Law, shape: Shape, knobs: Mapping[str, float]) -> None:
+def _check(
+    law: Law, shape: Shape, knobs: Mapping[str, float], pair: tuple[float, float] | None
+) -> None:
     if shape.dtype not in law.dtypes:
         raise UsageError(
             f"dtype {one_line(shape.dtype, 40)!r}: {law.flags.get('dtype', 'it')} takes "
@@ -118,11 +120,20 @@ def _check(law: Law, shape: Shape, knobs: Mapping[str, float]) -> None:
         )
     if shape.seqs < 1 or shape.window < 1:
         raise UsageError("sequences and window: at least 1")
+    sizes = {"pool": shape.pool, "weights": shape.weights}
+    if pair is not None:
+        sizes |= {"the ledger's weights": pair[0], "the ledger's pool": pair[1]}
+    for what, size in sizes.items():
+        # No bound is below nan: it would pass them all.
+        if size is not None and not (math.isfinite(size) and size >= 0):
+            raise UsageError(f"{what} {size:g}: valid: MiB, a finite number of at least 0")
     known = [knob.name for knob in law.knobs]
-    for name in knobs:
+    for name, value in knobs.items():
         if name not in known:
             valid = ", ".join(known) or "none"
             raise UsageError(f"knob {one_line(name, 60)!r}: the law has none; valid: {valid}")
+        if not math.isfinite(value):
+            raise UsageError(f"knob {name} {value:g}: valid: a finite number")
 
 
 def _consequences(
