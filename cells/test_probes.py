@@ -12,30 +12,32 @@ from pytest_dsv41.measure import Sampling
 from pytest_dsv41.measure.probes import ProbeCell, run_cell
 from pytest_dsv41.measure.probes.audit import AUDIT_TOKENS
 from pytest_dsv41.measure.probes.capacity import ANSWER_TOKENS
+from pytest_dsv41.measure.probes.cell import Probe
 from pytest_dsv41.measure.probes.ladder import LADDER_TOKENS
 from pytest_dsv41.measure.probes.requests import PREFILL_TOKENS
 from pytest_dsv41.window.plan import Plan, PlannedItem
 
 DEPTHS = {"1k": 1024, "3k": 3072, "32k": 32768, "window": None}
+PASSES: tuple[tuple[Probe, str], ...] = (
+    ("prefill-cold", "nothing cached, proved"),
+    ("prefill-warm", "the server warm, nothing cached, proved"),
+    ("prefill-hit", "from the prefix cache, proved"),
+)
 
 
 @for_cells(
     *(
         ProbeCell(
-            f"prefill-{pass_}-{name}",
+            f"{probe}-{name}",
             prompts=("stream-0",),
             max_tokens=PREFILL_TOKENS,
             kind="prefill",
-            probe=f"prefill-{pass_}",  # type: ignore[arg-type]
+            probe=probe,
             depth=depth,
             estimated_s=10.0,
             description=f"time to first token of {name} tokens, {told}",
         )
-        for pass_, told in (
-            ("cold", "nothing cached, proved"),
-            ("warm", "the server warm, nothing cached, proved"),
-            ("hit", "from the prefix cache, proved"),
-        )
+        for probe, told in PASSES
         for name, depth in DEPTHS.items()
     )
 )

@@ -18,7 +18,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 __all__ = [
     "FileLock",
@@ -36,7 +36,13 @@ __all__ = [
 
 _MODE = 0o600
 _TEMPORARY: Final = re.compile(r"\..+\.(\d+)\.[0-9a-f]{8}\.tmp")
-_T = TypeVar("_T")
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+_T = TypeVar("_T", bound=_Dataclass)
 _KINDS: Final[dict[str, Any]] = {
     "str": (str,),
     "int": (int,),
@@ -80,7 +86,7 @@ def from_record(kind: type[_T], record: Any) -> _T:
     """
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     for name, value in record.items():
         if name not in fields:
             raise ValueError(f"{name} is unknown")

@@ -24,7 +24,8 @@ NGRAM = (
 )
 """Speculation by what stood in the prompt: nothing more to load."""
 
-_OFFLINE = {
+ENVIRONMENT = {
+    **os.environ,
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -32,6 +33,7 @@ _OFFLINE = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_SERVER_DEV_MODE": "1",
 }
+"""Nothing is loaded from elsewhere, and nothing is told."""
 _MODEL = """
 import sys
 from pathlib import Path
@@ -60,29 +62,35 @@ LlamaForCausalLM(
 
 @contextmanager
 def serving(python: str, folder: Path, *more: str) -> Iterator[str]:
-    """The address of a server of `tiny` on a free port, started with `more` and ended after."""
+    """The address of a server of a model made in `folder`, started with `more` and ended after."""
     text = Path(__file__).resolve().parents[1] / "LICENSE"
-    environment = {**os.environ, **_OFFLINE}
     subprocess.run(
-        [python, "-c", _MODEL, str(folder), str(text)], check=True, env=environment, timeout=300
+        [python, "-c", _MODEL, str(folder), str(text)], check=True, env=ENVIRONMENT, timeout=300
     )
+    with served(python, folder, "--dtype", "bfloat16", *more) as url:
+        yield url
+
+
+@contextmanager
+def served(python: str, model: Path, *more: str) -> Iterator[str]:
+    """The address of a server of the model in a folder, on a free port, as `tiny`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     argv = [
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
-        "--max-model-len", "1024", "--max-num-seqs", "4", "--dtype", "bfloat16",
+        "--max-model-len", "1024", "--max-num-seqs", "4",
         "--enforce-eager", "--enable-prompt-tokens-details", *more,
     ]  # fmt: skip
-    log = folder / "log"
+    log = model / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            argv, stdout=out, stderr=out, env=environment, start_new_session=True
+            argv, stdout=out, stderr=out, env=ENVIRONMENT, start_new_session=True
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        until = time.monotonic() + 600
+        until = time.monotonic() + 900
         while get_engine("vllm").health(url) != "up":
             if process.poll() is not None or time.monotonic() > until:
                 pytest.fail(f"no server: {log.read_text()[-3000:]}")

@@ -142,7 +142,8 @@ class Server:
     steps: int | None = None
     """The engine's own step counter over the same time, prefill steps included."""
     speculates: bool = False
-    preemptions: int = 0
+    preemptions: int | None = None
+    """None where the server does not count them."""
     accepted_cut: int = 0
     """Drafts that were accepted and then cut off by the token limit; not among `accepted`."""
     notes: tuple[str, ...] = ()

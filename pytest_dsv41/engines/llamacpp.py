@@ -51,6 +51,8 @@ class LlamaCpp(Engine):
     version_field: ClassVar[str] = "build_info"
     next_path: ClassVar[str] = "/completion"
     """The native form: it repeats the prompt's text."""
+    preempted: ClassVar[int | None] = 0
+    """Requests put back while they ran: this server takes no slot from a running one."""
 
     def dress(self, body: dict[str, Any], *, cache: str, salt: str | None) -> dict[str, Any]:  # noqa: ARG002
         """Ask for timings on every event; a cold request turns the prompt cache off."""
@@ -107,6 +109,7 @@ class LlamaCpp(Engine):
             prompt_tokens=prompt + cached,
             steps=moved(_STEPS) if _STEPS in new else None,
             speculates=drafted > 0 or new.get(_DRAFTS, 0.0) > 0,
+            preemptions=self.preempted,
         )
         refuse_drafts(server)
         if len(done) == 1 and server.steps is not None and server.steps < (server.rounds or 0):

@@ -17,4 +17,6 @@ class Radiance(LlamaCpp):
     """The dialect of radiance's server."""
 
     name: ClassVar[str] = "radiance"
+    preempted: ClassVar[int | None] = None
+    """It moves what overflows its pool to the prefix tiers, and counts that nowhere."""
     counters_hint: ClassVar[str] = "start the server with its metrics on"

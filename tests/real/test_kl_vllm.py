@@ -11,14 +11,13 @@ Two models of two layers are made on the spot, the second is the first with its 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.special import log_softmax, rel_entr
-from test_quality_vllm import MODELS, OFFLINE, PYTHON, serving
+from test_quality_vllm import MODELS, PYTHON, serving
 
 from pytest_dsv41.engines import get_engine
 from pytest_dsv41.quality.reference import (
@@ -33,6 +32,7 @@ from pytest_dsv41.quality.reference import (
     score_topk,
     verify,
 )
+from tests.real_vllm import ENVIRONMENT
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,10 +60,9 @@ class Seen:
     def __init__(self, folder: Path) -> None:
         licence = (Path(__file__).resolve().parents[2] / "LICENSE").read_text()
         (folder / "text").write_text(licence)
-        environment = {**os.environ, **OFFLINE}
         subprocess.run(
             [PYTHON, "-c", MODELS, str(folder), str(folder / "text")],
-            check=True, env=environment, timeout=300,
+            check=True, env=ENVIRONMENT, timeout=300,
         )  # fmt: skip
         corpus = folder / "corpus.jsonl"
         parts = [licence[at : at + 400] for at in (1000, 3000, 5000)]
@@ -93,7 +92,7 @@ class Seen:
             out = folder / f"{name}.npy"
             subprocess.run(
                 [PYTHON, "-c", LOGITS, str(folder / name), str(out)],
-                input=given, text=True, check=True, env=environment, timeout=300,
+                input=given, text=True, check=True, env=ENVIRONMENT, timeout=300,
             )  # fmt: skip
             self.logp[name] = log_softmax(np.load(out).astype(np.float64), axis=1)
             with KldWriter(

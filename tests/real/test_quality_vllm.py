@@ -13,10 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +22,6 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from pytest_dsv41.engines import get_engine
 from pytest_dsv41.measure import Endpoint
 from pytest_dsv41.quality.compare import compare_probes
 from pytest_dsv41.quality.greedy import (
@@ -38,6 +34,7 @@ from pytest_dsv41.quality.greedy_kl import compare_recorded
 from pytest_dsv41.quality.kl import top20_kl
 from pytest_dsv41.quality.probe import Conditions, Probe, run_probe
 from pytest_dsv41.quality.prompts import probe_prompts
+from tests.real_vllm import ENVIRONMENT, served
 
 PYTHON = os.environ.get("DSV41_VLLM_PYTHON", "")
 pytestmark = [
@@ -85,22 +82,14 @@ with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, -1]
         print(json.dumps(logits.tolist()))
 """
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     text = Path(__file__).resolve().parents[2] / "LICENSE"
-    environment = {**os.environ, **OFFLINE}
     subprocess.run(
-        [PYTHON, "-c", MODELS, str(folder), str(text)], check=True, env=environment, timeout=300
+        [PYTHON, "-c", MODELS, str(folder), str(text)], check=True, env=ENVIRONMENT, timeout=300
     )
     return folder
 
@@ -108,35 +97,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def serving(model: Path, *more: str) -> Iterator[Endpoint]:
     """A vLLM in float32 on a free port; `more` are further words of its command line."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    argv = [
-        PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-        "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
-        "--max-model-len", "1024", "--max-num-seqs", "4", "--dtype", "float32",
-        "--enforce-eager", "--enable-prompt-tokens-details", *more,
-    ]  # fmt: skip
-    log = model / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            argv, stdout=out, stderr=out, env={**os.environ, **OFFLINE}, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + 900
-        while get_engine("vllm").health(url) != "up":
-            if process.poll() is not None or time.monotonic() > until:
-                pytest.fail(f"no server: {log.read_text()[-3000:]}")
-            time.sleep(0.5)
+    with served(PYTHON, model, "--dtype", "float32", *more) as url:
         yield Endpoint(url, "vllm", "tiny")
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
 
 
 class Seen:
@@ -170,7 +132,7 @@ def logprobs(folder: Path, prefixes: list[list[int]]) -> np.ndarray:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, **OFFLINE},
+        env=ENVIRONMENT,
         timeout=300,
     )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]

@@ -12,16 +12,16 @@ and answers of a tenth of the registered length, by a model of two layers that i
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from pilot_scale import scale
-from test_quality_vllm import MODELS, OFFLINE, PYTHON, serving
+from test_quality_vllm import MODELS, PYTHON, serving
 
 from pytest_dsv41.cli import main
 from pytest_dsv41.quality.bands import load_band
+from tests.real_vllm import ENVIRONMENT
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,7 +40,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text = Path(__file__).resolve().parents[2] / "LICENSE"
     subprocess.run(
         [PYTHON, "-c", MODELS, str(tmp_path), str(text)],
-        check=True, env={**os.environ, **OFFLINE}, timeout=300,
+        check=True, env=ENVIRONMENT, timeout=300,
     )  # fmt: skip
     return tmp_path / "first"
 

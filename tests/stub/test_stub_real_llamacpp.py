@@ -1,60 +1,32 @@
 """The stub beside a real llama.cpp server, field by field.
 
-Runs where LLAMA_SERVER names the binary and LLAMA_MODEL a model (LLAMA_LIBRARIES its libraries).
+Runs where LLAMA_SERVER names the binary and LLAMA_MODEL a model.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from stub_wire import Reply, get, post
 
 from pytest_dsv41.stub import serve
+from tests.real_llamacpp import NGRAM, needs_llamacpp, serving
 
-SERVER, MODEL = os.environ.get("LLAMA_SERVER", ""), os.environ.get("LLAMA_MODEL", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (SERVER and MODEL), reason="LLAMA_SERVER and LLAMA_MODEL are not set"),
-]
+pytestmark = needs_llamacpp
 JSON = {"content-type": "application/json"}
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
-DRAFTS = ["--spec-type", "ngram-cache", "--spec-draft-n-max", "4"]
 
 
-@pytest.fixture(scope="module", params=[[], DRAFTS], ids=["plain", "drafts"])
+@pytest.fixture(scope="module", params=[(), NGRAM], ids=["plain", "drafts"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, str]]:
     """The real server's URL and the stub's, both with or without speculation."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("llama") / "log"
-    libraries = os.environ.get("LLAMA_LIBRARIES", str(Path(SERVER).parent))
-    argv = [SERVER, "-m", MODEL, "--host", "127.0.0.1", "--port", str(port), "--metrics"]
-    argv += ["--slots", "-c", "2048", "-np", "1", "-t", "1", *request.param]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            argv, stdout=file, stderr=file, env={**os.environ, "LD_LIBRARY_PATH": libraries}
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + 120
-        while True:
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < end, log.read_text()[-3000:]
-            try:
-                if get(url, "/health").status == 200:
-                    break
-            except OSError:
-                time.sleep(0.2)
+    words = ("--metrics", "--slots", "-c", "2048", "-np", "1", "-t", "1")
+    with serving(log, *words, *request.param) as url:
         model = get(url, "/v1/models").json()["data"][0]["id"]
         with serve(
             engine="llamacpp",
@@ -66,13 +38,6 @@ def pair(
             draft_tokens=4 if request.param else 0,
         ) as stub:
             yield url, stub.url
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(20)
 
 
 # What a prompt, a setting or a drafter decides, not the format.

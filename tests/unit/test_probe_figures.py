@@ -63,7 +63,7 @@ def stream(
 def group(*streams: StreamRecord, **server: Any) -> GroupResult:
     counted = Server(
         len(streams), sum(s.completion_tokens for s in streams), accepted=0, cached_tokens=0,
-        **server,
+        **({"preemptions": 0} | server),
     )  # fmt: skip
     values, missing = values_of(streams, counted)
     nothing = Snapshot(0, {}, 0, 0)
@@ -180,6 +180,8 @@ def test_one_stream_that_does_not_keep_it_fails_all(second: dict[str, Any], name
 
 def test_what_cannot_be_seen_is_not_proved() -> None:
     assert judged(group(*pair(cached_tokens=None))) == ("NOT PROVED", ["cached 0"])
+    untold = group(*pair(), preemptions=None)
+    assert judged(untold) == ("NOT PROVED", ["nothing preempted"])
 
 
 def test_preemption_waiting_and_a_taken_prompt_fail() -> None:

@@ -194,15 +194,15 @@ def judge_capacity(
         passed = False if False in found else None if None in found else True
         return Check(name, passed, told)
 
-    beside = result.beside
+    beside, preempted = result.beside, result.server.preemptions
     checks = (
         every("exact answers", lambda row: row["exact"], "answer"),
         every("finish stop", lambda row: row["finish"] == "stop", "finish"),
         every("cached 0", lambda row: _same(row["cached"], 0), "cached"),
         every("prompt tokens as sent", lambda row: _same(row["prompt"], row["sent"]), "prompt"),
         Check(
-            "nothing preempted", result.server.preemptions == 0,
-            f"{result.server.preemptions} preemptions",
+            "nothing preempted", _same(preempted, 0),
+            f"{'?' if preempted is None else preempted} preemptions",
         ),
         Check(
             "all alive together", None if beside is None else beside >= count,
