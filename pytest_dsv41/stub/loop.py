@@ -27,13 +27,13 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-__all__ = ["DRAIN", "READ", "Connection", "Gate", "Gone", "Loop", "Task", "Wait"]
+__all__ = ["DRAIN", "READ", "SO_TIMESTAMPNS", "Connection", "Gate", "Gone", "Loop", "Task", "Wait"]
 
 _CHUNK = 1 << 18
 _MOST_UNREAD = 64 << 20
 _MOST_UNSENT = 4 << 20
 _IDLE = 0.003
-_SO_TIMESTAMPNS = 35  # asm-generic; the constant is not in every Python
+SO_TIMESTAMPNS = 35  # asm-generic; the constant is not in every Python
 _TIMESPEC = struct.Struct("@ll")
 _PACKET = bytes(512)
 _COLD_NS = 1_000_000
@@ -361,7 +361,7 @@ class Connection:
         self._stamped = False
         if self._pending is None:
             with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+                sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
                 self._stamped = True
         self._fd = sock.fileno()
         loop.connections.add(self)
@@ -486,7 +486,7 @@ class Connection:
         data, control, _flags, _peer = self._sock.recvmsg(_CHUNK, 64)
         self.arrived_ns = self.read_ns = time.monotonic_ns()
         for level, kind, value in control:
-            if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS and len(value) >= 16:
+            if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(value) >= 16:
                 seconds, nanos = _TIMESPEC.unpack_from(value)
                 lay = time.time_ns() - (seconds * 1_000_000_000 + nanos)
                 self.arrived_ns = self.read_ns - max(0, lay)

@@ -21,7 +21,7 @@ from pytest_dsv41.stub.faults import NONE, Faults, faults_of
 from pytest_dsv41.stub.faults import parse as parse_faults
 from pytest_dsv41.stub.http import BadRequest, Request, dumps, read_request, respond
 from pytest_dsv41.stub.language import encode
-from pytest_dsv41.stub.loop import Connection, Gate, Loop, Task, Wait
+from pytest_dsv41.stub.loop import SO_TIMESTAMPNS, Connection, Gate, Loop, Task, Wait
 from pytest_dsv41.stub.profile import Profile
 from pytest_dsv41.stub.truth import Truth
 
@@ -348,6 +348,10 @@ def _listen(profile: Profile) -> socket.socket:
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((profile.host, profile.port))
+            with contextlib.suppress(OSError):
+                # Every connection inherits it. Set only once one is accepted, a request that came
+                # before would be stamped when it is read, and its wait count as the client's.
+                listener.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         listener.listen(1024)
     except OSError as error:
         raise UsageError(f"cannot listen on {where}: {error.strerror}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import select
 import signal
 import socket
 import ssl
@@ -421,3 +422,19 @@ def test_a_long_document_is_tokenised_beside_the_loop() -> None:
         assert answer["count"] == 150_001
         reply = complete(stub.url, prompt=words)
         assert reply.chunk_objects[-1]["usage"]["prompt_tokens"] == 150_001
+
+
+def test_a_request_that_lies_before_it_is_accepted_arrived_when_it_came(tmp_path: Path) -> None:
+    log = tmp_path / "truth.jsonl"
+    with spawn(truth=str(log)) as server:
+        server.process.send_signal(signal.SIGSTOP)
+        with connect(server.url) as sock:
+            sock.sendall(request_bytes("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}))
+            sent_ns = time.monotonic_ns()
+            # The halt itself: nothing can come, and nothing is waited for.
+            assert select.select([sock], [], [], 0.3)[0] == []
+            server.process.send_signal(signal.SIGCONT)
+            assert sock.recv(65536)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    (arrived,) = [row for row in rows if row["kind"] == "arrived"]
+    assert arrived["before_ns"] - sent_ns < 100_000_000 < arrived["after_ns"] - sent_ns
