@@ -732,8 +732,8 @@ class SystemdUnitTarget:
             "event": "proved",
             "start": start,
             "arm": arm.name,
-            "env": sorted(arm.env),
             "argv": masked_words(shown),
+            "ledger": dict(expected.ledger),
             "argv_sha256": _argv_sha256(shown),
             "environment": _hashed(environ),
             "main_pid": unit.pid,
@@ -744,14 +744,15 @@ class SystemdUnitTarget:
             self._note(proof)
             raise WindowStopped(f"{start} does not serve arm {arm.name}: {'; '.join(faults)}")
         for other in self._records("proved"):
-            relevant = {*other["env"], *proof["env"]}
             alike = other["argv_sha256"] == proof["argv_sha256"]
             if not alike or other["arm"] == arm.name or other["faults"]:
                 continue
-            if all(other["environment"].get(n) == proof["environment"].get(n) for n in relevant):
+            # A change that only the environment holds may have been read by nobody.
+            if not any(other["ledger"].get(n, v) != v for n, v in proof["ledger"].items()):
                 raise WindowStopped(
-                    f"{start} runs with the argv and environment of {other['start']}: arms "
-                    f"{arm.name} and {other['arm']} are one"
+                    f"{start} runs with the argv of {other['start']}: arms {arm.name} and "
+                    f"{other['arm']} are one, as far as can be seen; arms that differ in their "
+                    "environment alone need a fact in settings.ledger that tells them apart"
                 )
         self._note(proof)
         self._alive[start] = (unit, self._login.identity())

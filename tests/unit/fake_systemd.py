@@ -88,7 +88,8 @@ def start(call: Call) -> None:
     read = assigned(machine.load(loaded.get("SERVE_ENV_FILE", "")))
     kv = read.get("KV", "f16")
     # As a script with a mistake would: it takes what it always took.
-    flag = read.get("DEAF") or kv
+    inside = read.get("INSIDE", "")
+    flag = inside or read.get("DEAF") or kv
     environ = {**loaded, "INVOCATION_ID": f"run{now['starts']}", "TOKEN": read.get("TOKEN", "")}
     said = [f"serving {flag}"]
     if kv == "broken":
@@ -100,7 +101,9 @@ def start(call: Call) -> None:
             f"llama_kv_cache: size = 10.00 MiB (  4096 cells,   3 layers,  2/2 seqs), "
             f"K ({flag}): 5.00 MiB, V ({flag}): 5.00 MiB",
         ]
-        argv = ["/usr/bin/serve", "--port", str(PORT), "--cache-type-k", flag]
+        # A server that reads its environment itself has no flag to show.
+        argv = ["/usr/bin/serve", "--port", str(PORT)]
+        argv += [] if inside else ["--cache-type-k", flag]
         argv += ["--api-key", (machine.load("/fake/key") or b"").decode() or read.get("TOKEN", "")]
         process = machine.start(argv, Service(ports=(PORT,)), env=environ)
         now |= {"active": "active", "pid": process.pid}

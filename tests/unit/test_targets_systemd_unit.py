@@ -296,13 +296,49 @@ def test_another_model_than_the_declared_one_ends_the_window(
         target.start_arm("X", SMALL)
 
 
-def test_two_arms_that_run_alike_are_one(unit: Host) -> None:
+def test_two_arms_of_one_command_line_are_one(unit: Host) -> None:
     target = unit.captured()
     target.start_arm("C1", dataclasses.replace(CONTROL, settings={}))
     target.stop_arm("C1")
-    unread = Arm("unread", "candidate", env={"UNREAD": "1"})
+    unread = Arm("unread", "candidate", env={"UNREAD": "1"}, settings={})
     with pytest.raises(WindowStopped, match="arms unread and control are one"):
         target.start_arm("X", unread)
+    # The unit is down and nothing of the start is left: production can come back.
+    assert unit.systemd()["active"] == "inactive"
+    assert unit.host.read(DROP_IN) is None
+
+
+@pytest.mark.parametrize(
+    ("control", "candidate"),
+    [
+        ({"kv K dtype": "f16"}, {"kv K dtype": "f16"}),
+        ({"kv K dtype": "f16"}, {"kv V dtype": "f16"}),
+        ({}, {"kv K dtype": "f16"}),
+    ],
+)
+def test_arms_of_one_command_line_need_a_fact_that_differs(
+    unit: Host, control: dict[str, str], candidate: dict[str, str]
+) -> None:
+    target = unit.captured()
+    target.start_arm("C1", dataclasses.replace(CONTROL, settings={"ledger": control}))
+    target.stop_arm("C1")
+    unread = Arm("unread", "candidate", env={"UNREAD": "1"}, settings={"ledger": candidate})
+    with pytest.raises(WindowStopped, match=r"settings\.ledger that tells them apart"):
+        target.start_arm("X", unread)
+
+
+def test_arms_that_a_server_reads_from_its_environment_are_told_apart_by_the_ledger(
+    unit: Host,
+) -> None:
+    target = unit.captured()
+    for start, dtype in (("C1", "f16"), ("X", "q8_0"), ("C2", "f16")):
+        settings = {"ledger": {"kv K dtype": dtype}}
+        target.start_arm(start, Arm(dtype, "control", env={"INSIDE": dtype}, settings=settings))
+        target.stop_arm(start)
+    lines = (unit.folder / "unit.jsonl").read_text().splitlines()
+    proofs = [one for one in map(json.loads, lines) if one["event"] == "proved"]
+    assert len({one["argv_sha256"] for one in proofs}) == 1
+    assert [one["faults"] for one in proofs] == [[], [], []]
 
 
 def test_a_server_that_systemd_replaced_is_not_the_start(unit: Host) -> None:
