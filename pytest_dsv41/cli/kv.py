@@ -9,7 +9,6 @@ import argparse
 import json
 import math
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from ..errors import UsageError
 from ..text import one_line
 
 if TYPE_CHECKING:
-    from ..unit.memory import Law, Ledger
+    from ..unit.memory import Ledger
 
 __all__ = ["HELP", "configure", "run"]
 
@@ -78,11 +77,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _law(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    from ..unit.memory import shipped_laws
+
     parser.add_argument(
         "--law",
         required=required,
         metavar="FILE",
-        help=f"a law's file, or one that is shipped: {', '.join(_shipped())}",
+        help=f"a law's file, or one that is shipped: {', '.join(shipped_laws())}",
     )
 
 
@@ -90,26 +91,6 @@ def run(args: argparse.Namespace) -> int:
     """Run the chosen action and return its exit code."""
     code: int = args.work(args)
     return code
-
-
-def _shipped() -> list[str]:
-    folder = files("pytest_dsv41.unit.memory").joinpath("laws")
-    return sorted(
-        one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml")
-    )
-
-
-def _read_law(name: str) -> Law:
-    from ..unit.memory import law_from
-    from ..window.source import read_toml
-
-    path = Path(name)
-    if name in _shipped():
-        path = Path(str(files("pytest_dsv41.unit.memory").joinpath("laws", f"{name}.toml")))
-    elif not path.exists():
-        raise UsageError(f"--law {name}: no such file; shipped: {', '.join(_shipped())}")
-    values, source = read_toml(path, name)
-    return law_from(values, source.error)
 
 
 def _read_ledger(path: Path, dialect: str) -> Ledger:
@@ -138,9 +119,9 @@ def _pairs(given: list[str], flag: str) -> dict[str, float]:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from ..unit.memory import Shape, alternatives, make_plan
+    from ..unit.memory import Shape, alternatives, make_plan, read_law
 
-    law = _read_law(args.law)
+    law = read_law(args.law)
     ledger = None if args.ledger is None else _read_ledger(args.ledger, law.dialect)
     pair = None
     if args.ledger_pair is not None:
@@ -174,9 +155,9 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _ledger(args: argparse.Namespace) -> int:
-    from ..unit.memory import budget_ceiling, check_ledger, law_against
+    from ..unit.memory import budget_ceiling, check_ledger, law_against, read_law
 
-    law = None if args.law is None else _read_law(args.law)
+    law = None if args.law is None else read_law(args.law)
     ledger = _read_ledger(args.file, args.dialect if law is None else law.dialect)
     flags = {f"--{name.lstrip('-')}": value for name, value in _pairs(args.flag, "flag").items()}
     wrong = check_ledger(ledger, flags)

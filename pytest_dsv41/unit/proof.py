@@ -16,7 +16,7 @@ from pytest_dsv41.errors import SpecError
 from pytest_dsv41.text import one_line
 
 from .masking import masked_words
-from .memory import Ledger, check_ledger
+from .memory import Ledger, check_ledger, printed_dtype, read_law
 
 __all__ = ["Expected", "flag_values", "ledger_faults", "mismatches"]
 
@@ -157,7 +157,26 @@ def ledger_faults(ledger: Ledger, argv: Sequence[str]) -> list[str]:
         found += _unequal(ledger, f"{subject} {fact_name}", given[-1], f"{names[0]} says")
     if ledger.dialect == "llamacpp":
         found += _context(ledger, argv)
+    if ledger.dialect == "radiance":
+        found += _cache_dtype(ledger, argv)
     return found
+
+
+def _cache_dtype(ledger: Ledger, argv: Sequence[str]) -> list[str]:
+    """What the printed pages say of the KV cache's dtype against its flag.
+
+    Pages that no dtype of the shipped law has are another model's, and say nothing.
+    """
+    law = read_law("radiance")
+    flag = law.flags["dtype"]
+    given, printed = flag_values(argv, flag), printed_dtype(law, ledger)
+    if not given or printed is None or printed == given[-1]:
+        return []
+    pages = law.groups[0].name
+    return [
+        f"ledger: {pages} has pages of {law.groups[0].page_kib[printed]:.2f} KiB, which is "
+        f"{printed}; {flag} says {one_line(str(given[-1]), 40)}"
+    ]
 
 
 def _context(ledger: Ledger, argv: Sequence[str]) -> list[str]:

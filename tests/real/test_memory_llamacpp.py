@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_dsv41.cli.kv import _read_law
-from pytest_dsv41.unit.memory import check_ledger, law_against, parse_ledger
+from pytest_dsv41.unit.memory import check_ledger, law_against, parse_ledger, read_law
 from tests.real_llamacpp import needs_llamacpp, serving
 
 pytestmark = needs_llamacpp
@@ -20,7 +19,7 @@ pytestmark = needs_llamacpp
 
 @pytest.mark.parametrize("dtype", ["f16", "q8_0", "q4_0"])
 def test_the_start_log_is_the_law_to_a_thousandth(tmp_path: Path, dtype: str) -> None:
-    law = _read_law("llamacpp-gemma3-270m")
+    law = read_law("llamacpp-gemma3-270m")
     log = tmp_path / "server.log"
     words = ("-t", "1", "-lv", "4", "-c", "20000", "-np", "2", "-fa", "on")
     with serving(log, *words, "--cache-type-k", dtype, "--cache-type-v", dtype):

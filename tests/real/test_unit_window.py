@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from pytest_dsv41.cli.kv import _read_law
 from pytest_dsv41.hosts import Probe
-from pytest_dsv41.unit.memory import law_against, parse_ledger
+from pytest_dsv41.unit.memory import law_against, parse_ledger, read_law
 from tests.lab.lab import Lab
 from tests.lab.pair import break_it
 from tests.lab.unit_host import DROP_IN, ENV_FILE, UNIT, LlamaHost, SudoUnit, UnitHost, UserUnit
@@ -206,7 +205,7 @@ def test_a_real_llamacpp_with_f16_against_q8_0(lab: Lab, tmp_path: Path) -> None
             kinds = ledger.subjects("K dtype")
             assert kinds
             assert {ledger.find(kind, "K dtype").value for kind in kinds} == {dtype}
-            held = law_against(_read_law("llamacpp-gemma3-270m"), ledger)
+            held = law_against(read_law("llamacpp-gemma3-270m"), ledger)
             assert held is not None
             assert abs(held.apart) < 1e-3
         assert any("K dtype: f16 -> q8_0" in line for line in summary["ledgers"]["small"])

@@ -6,6 +6,7 @@ Expected numbers are the document's own, each beside the sum that gives it.
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_dsv41.cli import main
-from pytest_dsv41.cli.kv import _read_law
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.unit.memory import (
     Ledger,
@@ -25,10 +25,11 @@ from pytest_dsv41.unit.memory import (
     law_against,
     make_plan,
     parse_ledger,
+    read_law,
 )
 
-RADIANCE = _read_law("radiance")
-GEMMA = _read_law("llamacpp-gemma3-270m")
+RADIANCE = read_law("radiance")
+GEMMA = read_law("llamacpp-gemma3-270m")
 WINDOW = 200_000
 
 BF16_BOOT = """\
@@ -213,15 +214,47 @@ def test_a_boot_ledger_is_read_as_printed_wrapped_lines_too() -> None:
 
 def test_lines_of_a_newer_engine_are_kept_and_the_rest_is_read() -> None:
     ledger = parse_ledger(FP8_BOOT, "radiance")
-    assert ledger.unknown == (
-        "--gpu-headroom-mib come out of it; anything past those is throughput on the floor",
-        "a line of a newer engine",
-    )
+    assert ledger.unknown == ("a line of a newer engine",)
     assert ledger.number("card 0", "headroom") == 96.0
     assert ledger.number("card 1", "static region") == 113.19
     assert ledger.number("mover", "pinned pool slots") == 8893
     assert ledger.number("card", "not accounted") == pytest.approx(3.42 * 1024)
     assert ledger.number("kv_attn", "tokens") == 607_740
+
+
+SENTENCES = (
+    "kv cache 6.75 GiB 349% of it -- backs 2 sequences all at 200000 tokens at once, which is the "
+    "worst case",
+    "vram_kv 6.75 GiB stated by --vram-kv-mib",
+    "3.42 GiB is neither budgeted nor accounted — the driver's context, the activation arena and "
+    "--gpu-headroom-mib come out of it; anything past those is throughput on the floor",
+    "kv_attn full 13 layers block 4 tok page 52.00 KiB 115688 blocks = 5.74 GiB (462752 tokens)",
+    "load: rank 0, mover took 21.69 GiB, weights pool 147.00 KiB free of 21.69 GiB",
+    "mover: 4967 slab slots (64 shadow), 10375 pinned pool slots, 4.24 GiB static vram",
+    "card 0 settled at 2.01 GiB free against 209.19 MiB (the 96.00 MiB --gpu-headroom-mib and "
+    "113.19 MiB kept for the static region)",
+)
+
+
+def test_the_width_of_the_terminal_changes_nothing() -> None:
+    lines = [*SENTENCES[:3], "a line of a newer engine", *SENTENCES[3:]]
+    whole = parse_ledger("\n".join(lines), "radiance")
+    # Numbers and words of the seven sentences, in their order.
+    assert len(whole.facts) == 4 + 2 + 1 + 6 + 3 + 4 + 4
+    said = [(fact.subject, fact.name, fact.value) for fact in whole.facts]
+    for width in range(40, 130):
+        text = "\n".join(
+            textwrap.fill(line, width, subsequent_indent=" " * 8, break_on_hyphens=False)
+            for line in lines
+        )
+        ledger = parse_ledger(text, "radiance")
+        assert ledger.unknown == ("a line of a newer engine",), width
+        assert [(fact.subject, fact.name, fact.value) for fact in ledger.facts] == said, width
+
+
+def test_an_indented_line_that_belongs_to_none_is_kept() -> None:
+    text = BF16_BOOT.replace("unclaimed", "  a part of a newer engine\nunclaimed")
+    assert parse_ledger(text, "radiance").unknown == ("a part of a newer engine",)
 
 
 def test_a_journals_prefix_is_taken_off() -> None:

@@ -313,6 +313,15 @@ def test_a_boot_ledger_tells_slots_and_window() -> None:
     )
     shape = ledger_shape(parse_ledger(text, "radiance"), "start.log")
     assert (shape.slots, shape.window, shape.told["window"]) == (2, 200000, "start.log")
+    assert shape.kv_dtype == ""
+    # Its pages, where they are printed, tell the dtype: 52.00 KiB is bf16.
+    pages = (
+        "kv_attn full 13 layers block 4 tok page 52.00 KiB 115688 blocks = 5.74 GiB "
+        "(462752 tokens)\nkv_qsa_bkey full 13 layers block 4 tok page 3.25 KiB 115688 blocks = "
+        "367.17 MiB (462752 tokens)\n"
+    )
+    shape = ledger_shape(parse_ledger(text + pages, "radiance"), "start.log")
+    assert (shape.kv_dtype, shape.told["kv_dtype"]) == ("bf16", "start.log")
     text = (
         "llama_context: n_ctx_seq = 1024\n"
         "llama_kv_cache: size = 6.00 MiB ( 1024 cells, 3 layers, 4/4 seqs), K (f16): 3.00 MiB, "

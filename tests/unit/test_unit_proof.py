@@ -111,6 +111,12 @@ kv cache           6.75 GiB   349% of it -- backs 2 sequences all at 200000
 vram_weights      21.69 GiB   stated by --vram-weights-mib
 vram_kv            6.75 GiB   stated by --vram-kv-mib
 kv_attn      full 13 layers block 4 tok page 52.00 KiB 115688 blocks = 5.74 GiB (462752 tokens)
+kv_qsa_bkey  full 13 layers block 4 tok page  3.25 KiB 115688 blocks = 367.17 MiB (462752 tokens)
+"""
+# The fp8 pages of 2026-10-13: half of the first group's, the indexer's unchanged.
+FP8_PAGES = """\
+kv_attn      full 13 layers block 4 tok page 26.00 KiB 151935 blocks = 3.77 GiB (607740 tokens)
+kv_qsa_bkey  full 13 layers block 4 tok page  3.25 KiB 151935 blocks = 482.22 MiB (607740 tokens)
 """
 
 
@@ -126,3 +132,36 @@ kv_attn      full 13 layers block 4 tok page 52.00 KiB 115688 blocks = 5.74 GiB 
 def test_radiances_ledger_against_its_flags(flags: list[str], told: list[str]) -> None:
     ledger = parse_ledger(RADIANCE, "radiance")
     assert faults(Expected(), argv=["serve", *flags], ledger=ledger) == told
+
+
+@pytest.mark.parametrize(
+    ("pages", "dtype", "told"),
+    [
+        (RADIANCE, "bf16", []),
+        (FP8_PAGES, "fp8", []),
+        (
+            RADIANCE,
+            "fp8",
+            [
+                "ledger: kv_attn has pages of 52.00 KiB, which is bf16; --kv-cache-dtype says fp8",
+            ],
+        ),
+        (
+            FP8_PAGES,
+            "bf16",
+            [
+                "ledger: kv_attn has pages of 26.00 KiB, which is fp8; --kv-cache-dtype says bf16",
+            ],
+        ),
+        # Another model's pages are none of the law's.
+        (FP8_PAGES.replace("3.25 KiB", "3.50 KiB").replace("482.22", "519.30"), "bf16", []),
+    ],
+)
+def test_radiances_pages_tell_the_dtype_that_the_flag_must_be(
+    pages: str, dtype: str, told: list[str]
+) -> None:
+    """FRANK-ARCHON verifies the control from its argv and from the ledger's page size."""
+    ledger = parse_ledger(pages, "radiance")
+    for argv in (["serve", "--kv-cache-dtype", dtype], ["serve", f"--kv-cache-dtype={dtype}"]):
+        assert faults(Expected(), argv=argv, ledger=ledger) == told
+    assert faults(Expected(), argv=["serve"], ledger=ledger) == []

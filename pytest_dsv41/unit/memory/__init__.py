@@ -25,8 +25,10 @@ from pytest_dsv41.unit.memory.plan import (
     alternatives,
     law_against,
     make_plan,
+    printed_dtype,
 )
 from pytest_dsv41.unit.memory.served import ledger_shape
+from pytest_dsv41.unit.memory.shipped import read_law, shipped_laws
 
 __all__ = [
     "Alternative",
@@ -47,4 +49,7 @@ __all__ = [
     "ledger_shape",
     "make_plan",
     "parse_ledger",
+    "printed_dtype",
+    "read_law",
+    "shipped_laws",
 ]

@@ -96,7 +96,8 @@ def _line(pattern: str, subject: str, **facts: tuple[str, str]) -> _Line:
 _RADIANCE: Final = (
     _line(
         rf"^kv cache\s+{_size('size')}\s+(?:(?P<share>\d+)%\s+of it\s*)?"
-        r"(?:--|—|…|\.\.\.)\s*backs\s+(?P<seqs>\d+)\s+sequences\s+all\s+at\s+(?P<each>\d+)\s+tokens\s+at\s+once",
+        r"(?:--|—|…|\.\.\.)\s*backs\s+(?P<seqs>\d+)\s+sequences\s+all\s+at\s+(?P<each>\d+)\s+tokens\s+at\s+once"
+        r"(?:, which is the worst case)?",
         "kv cache",
         size=("size", "size"),
         share=("share", "%"),
@@ -111,7 +112,9 @@ _RADIANCE: Final = (
     ),
     _line(rf"^unclaimed\s+{_size('size')}", "card", size=("unclaimed", "size")),
     _line(
-        rf"{_size('size')}\s+is neither budgeted nor accounted",
+        rf"{_size('size')}\s+is neither budgeted nor accounted"
+        r"(?:\s+(?:--|—)\s+the driver's context, the activation arena and --gpu-headroom-mib "
+        r"come out of it; anything past those is throughput on the floor)?",
         "card",
         size=("not accounted", "size"),
     ),
@@ -152,7 +155,8 @@ _RADIANCE: Final = (
     _line(
         rf"^(?P<what>card \d+)\s+settled at\s+{_size('free')}\s+free"
         rf"(?:\s+against\s+{_size('floor')}(?:\s+"
-        rf"\(the\s+{_size('headroom')}\s+--gpu-headroom-mib\s+and\s+{_size('static')}\s+kept)?)?",
+        rf"\(the\s+{_size('headroom')}\s+--gpu-headroom-mib\s+and\s+{_size('static')}\s+kept"
+        r"(?: for the static region\))?)?)?",
         "what",
         free=("settled free", "size"),
         floor=("floor", "size"),
@@ -211,11 +215,12 @@ _ALWAYS: Final = {
     "llamacpp": (("context", "n_ctx"), ("kv", "size")),
 }
 _JOURNAL: Final = re.compile(r"^[A-Z][a-z]{2}\s+\d+ [\d:]{8} \S+ [^\s:]+(?:\[\d+\])?:\s?")
+_MOST_WRAPS: Final = 8
 _STAMP: Final = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} [A-Z] ")
 
 
 def parse_ledger(text: str, dialect: str) -> Ledger:
-    """Read a server's start log. A line that goes on, indented, on the next one is put together.
+    """Read a server's start log. A line that goes on, indented, on the next ones is put together.
 
     The prefixes of a system journal, and of llama.cpp's own log, are taken off.
 
@@ -253,21 +258,40 @@ def _named(fact: Fact, kind: str) -> Fact:
 
 
 def _whole_lines(text: str, dialect: str) -> list[tuple[int, str]]:
+    """Put wrapped lines together; return each with the number of its first one.
+
+    An indented line goes on with the one above where the two together say more than that one alone:
+    more facts, or more of its sentence. Any other one is a line of its own, and kept.
+    """
+    raw = [_STAMP.sub("", _JOURNAL.sub("", one)).rstrip() for one in text.splitlines()]
     lines: list[tuple[int, str]] = []
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = _STAMP.sub("", _JOURNAL.sub("", raw)).rstrip()
-        if not line.strip():
+    at = 0
+    while at < len(raw):
+        first, whole = at, raw[at].strip()
+        at += 1
+        if not whole:
             continue
-        bare = line.strip()
-        if line[0] in " \t" and lines and not _facts(bare, number, dialect):
-            first, before = lines[-1]
-            joined = f"{before} {bare}"
-            # What adds nothing is a line of its own, and kept.
-            if len(_facts(joined, first, dialect)) > len(_facts(before, first, dialect)):
-                lines[-1] = (first, joined)
-                continue
-        lines.append((number, bare))
+        more = []
+        for one in raw[at : at + _MOST_WRAPS]:
+            if (
+                not one.startswith((" ", "\t"))
+                or not one.strip()
+                or _facts(one.strip(), 0, dialect)
+            ):
+                break
+            more.append(one.strip())
+        joined = [" ".join([whole, *more[:count]]) for count in range(len(more) + 1)]
+        known = [_known(one, dialect) for one in joined]
+        count = known.index(max(known))
+        lines.append((first + 1, joined[count]))
+        at += count
     return lines
+
+
+def _known(line: str, dialect: str) -> tuple[int, int]:
+    """How much of a line is understood: its facts, and how far the sentence is known."""
+    ends = (match.end() for kind in DIALECTS[dialect] if (match := kind.pattern.search(line)))
+    return len(_facts(line, 0, dialect)), next(ends, 0)
 
 
 def _facts(line: str, number: int, dialect: str) -> list[Fact]:

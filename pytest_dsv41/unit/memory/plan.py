@@ -19,6 +19,7 @@ __all__ = [
     "alternatives",
     "law_against",
     "make_plan",
+    "printed_dtype",
 ]
 
 
@@ -237,11 +238,19 @@ def law_against(law: Law, ledger: Ledger, pool: float | None = None) -> LawCheck
     tokens = ledger.number(law.groups[0].name, "tokens")
     if pool is None:
         pool = ledger.number("vram_kv", "stated")
-    dtype = next((one for one in law.dtypes if _pages(law, ledger, one)), None)
+    dtype = printed_dtype(law, ledger)
     if seqs is None or window is None or tokens is None or pool is None or dtype is None:
         return None
     backed = law.backed_tokens(dtype, int(seqs), int(window), pool)
     return LawCheck(dtype, int(seqs), int(window), backed, tokens, "tokens")
+
+
+def printed_dtype(law: Law, ledger: Ledger) -> str | None:
+    """Return the dtype of the KV cache by the pages that a ledger prints, whatever was asked for.
+
+    None where a group of the law is not printed, or no dtype of the law has these pages.
+    """
+    return next((one for one in law.dtypes if _pages(law, ledger, one)), None)
 
 
 def _pages(law: Law, ledger: Ledger, dtype: str) -> bool:

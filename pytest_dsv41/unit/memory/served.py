@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pytest_dsv41.engines.served import Served, whole_above
 from pytest_dsv41.unit.memory.ledger import Ledger
+from pytest_dsv41.unit.memory.plan import printed_dtype
+from pytest_dsv41.unit.memory.shipped import read_law
 
 __all__ = ["ledger_shape"]
 
@@ -20,6 +22,7 @@ def ledger_shape(ledger: Ledger, source: str) -> Served:
             source,
             slots=whole("kv cache", "sequences"),
             window=whole("kv cache", "tokens each"),
+            kv_dtype=printed_dtype(read_law("radiance"), ledger),
         )
     dtypes = {str(fact.value) for fact in ledger.facts if fact.name in ("K dtype", "V dtype")}
     return Served.of(
