@@ -109,6 +109,8 @@ def _pairs(given: list[str], flag: str) -> dict[str, float]:
     found = {}
     for pair in given:
         name, equals, value = pair.partition("=")
+        if name in found:
+            raise UsageError(f"--{flag} {pair}: {name} is given twice")
         try:
             found[name] = float(value)
         except ValueError:
@@ -150,7 +152,8 @@ def _plan(args: argparse.Namespace) -> int:
         print(one_line(f"  {line}", 400))
     for one in others:
         left = "" if one.weights_left is None else f", weights {one.weights_left:>8,.0f} MiB"
-        print(f"  {one.dtype:<6}{one.seqs} x {shape.window:,}: pool {one.need:>9,.1f} MiB{left}")
+        dtype = one_line(one.dtype, 40)
+        print(f"  {dtype:<6}{one.seqs} x {shape.window:,}: pool {one.need:>9,.1f} MiB{left}")
     return 2 if plan.refused else 0
 
 
@@ -181,8 +184,9 @@ def _ledger(args: argparse.Namespace) -> int:
         )
     if held is not None:
         print(
-            f"  {held.dtype}, {held.seqs} x {held.window:,}: the law says {held.law:,.10g} "
-            f"{held.unit}, the ledger {held.ledger:,.10g}: {100 * held.apart:+.2f} %"
+            f"  {one_line(held.dtype, 40)}, {held.seqs} x {held.window:,}: the law says "
+            f"{held.law:,.10g} {held.unit}, the ledger {held.ledger:,.10g}: "
+            f"{100 * held.apart:+.2f} %"
         )
     for name in ledger.missing:
         print(f"MISSING: {name}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -504,7 +505,18 @@ def test_the_commands_and_their_exit_codes(
         ("page_kib = 3.25", 'page_kib = "3.25"', "groups[1].page_kib: a number"),
         ('dtypes = ["fp8", "bf16"]', "dtypes = []", "law.toml:7: dtypes: at least one"),
         ("most = 2048", "maximum = 2048", "knobs[0].maximum: unknown key; valid: least, most"),
-        ("mib = 110.0", "mib = -1", "per_sequence[0].mib: a number of at least 0"),
+        ("mib = 110.0", "mib = -1", "per_sequence[0].mib: -1; valid: 0, or 1e-09 to"),
+        ("mib = 110.0", "mib = 1e300", "per_sequence[0].mib: 1e+300; valid: 0, or 1e-09 to"),
+        ("mib = 44928.0, times = 2", "mib = 1, times = 9000000000000000", "times: an integer is"),
+        ("page_kib = 3.25", "page_kib = 1e-300", "groups[1].page_kib: 1e-300; valid: 0, or"),
+        ('"bf16"]', '"bf16", "fp8"]', "law.toml:7: dtypes[2]: 'fp8' stands there twice"),
+        ('name = "kv_qsa_bkey"', 'name = "kv_attn"', "groups[1]: 'kv_attn' stands there twice"),
+        (
+            "most = 2048",
+            "most = 2048\nleast = 4096",
+            "knobs[0].most: 2048, below the least of 4096",
+        ),
+        ('dialect = "radiance"', 'dialect = "of mine"', "dialect: not known; valid: llamacpp,"),
     ],
 )
 def test_a_wrong_law_is_one_line_that_says_where(
@@ -527,3 +539,93 @@ def test_the_ledgers_facts_are_numbers_with_units() -> None:
     ledger: Ledger = parse_ledger(FP8_BOOT, "radiance")
     assert {fact.unit for fact in ledger.facts} <= {"MiB", "%", "tokens", "slots", ""}
     assert all(fact.line >= 1 for fact in ledger.facts)
+
+
+_GROWS_NOT = (
+    ("{ fp8 = 26.0, bf16 = 52.0 }", "{ fp8 = 0, bf16 = 52.0 }"),
+    ("page_kib = 3.25", "page_kib = { fp8 = 0, bf16 = 3.25 }"),
+)
+
+
+def test_a_law_whose_tokens_take_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from importlib.resources import files
+
+    text = files("pytest_dsv41.unit.memory").joinpath("laws", "radiance.toml").read_text("utf-8")
+    for old, new in _GROWS_NOT:
+        assert old in text
+        text = text.replace(old, new, 1)
+    (tmp_path / "law.toml").write_text(text)
+    words = ["kv", "plan", "--law", str(tmp_path / "law.toml"), "--dtype", "bf16"]
+    assert main([*words, "--seqs", "1", "--window", "9", "--pool", "1"]) == 4
+    assert "groups: at dtype fp8 a token takes nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--seqs", "1" + 400 * "0", "--window", "9"], "sequences 1000"),
+        (["--seqs", "65537", "--window", "9", "--alternatives"], "sequences 65537: valid: 1 to"),
+        (["--seqs", "3", "--window", "1" + 400 * "0"], "window 1000"),
+        (["--seqs", "3", "--window", "-9"], "window -9: valid: 1 to 1,099,511,627,776"),
+        (["--seqs", "3", "--window", "9", "--pool", "1e308"], "pool 1e+308: valid: MiB, 0 to"),
+        (
+            ["--seqs", "3", "--window", "9", "--knob", "k=1", "--knob", "k=9"],
+            "--knob k=9: k is given twice",
+        ),
+    ],
+)
+def test_a_shape_beyond_any_machine_is_one_line(
+    capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert main(["kv", "plan", "--law", "radiance", "--dtype", "fp8", *more]) == 4
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_largest_shape_that_is_taken_is_computed() -> None:
+    shape = Shape("bf16", 1 << 16, 1 << 40, float(1 << 40), float(1 << 40))
+    plan = make_plan(RADIANCE, shape)
+    # 55.25 KiB for four tokens, 110 MiB a sequence, 448 MiB: by whole numbers.
+    need = Fraction(221, 4) / 4 / 1024 * 2**56 + 110 * 2**16 + 448
+    assert plan.need == pytest.approx(float(need), rel=1e-12)
+    assert plan.refused
+
+
+def test_a_print_beyond_any_machine_is_no_fact() -> None:
+    """Else inf less inf would be the budget: nan, which nothing is above."""
+    endless = "9" * 400
+    text = FP8_BOOT + f"\ncard 0 settled at {endless} GiB free against {endless} MiB\n"
+    assert parse_ledger(text, "radiance").facts == parse_ledger(FP8_BOOT, "radiance").facts
+
+
+def test_a_line_of_megabytes_is_looked_at_once() -> None:
+    """The patterns look for a size anywhere in a line: quadratic in one that is all digits."""
+    ledger = parse_ledger(FP8_BOOT + "\n" + "1" * (1 << 22) + "\n", "radiance")
+    assert ledger.facts == parse_ledger(FP8_BOOT, "radiance").facts
+    assert len(ledger.unknown[-1]) == 1 << 22
+
+
+def test_a_pool_below_the_fixed_parts_is_held_to_the_law_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "boot.log").write_text(FP8_BOOT)
+    words = ["kv", "ledger", str(tmp_path / "boot.log"), "--law", "radiance"]
+    assert main([*words, "--flag", "vram-kv-mib=400"]) == 1
+    assert "the law says 0 tokens" in capsys.readouterr().out
+
+
+def test_a_laws_words_reach_no_terminal_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from importlib.resources import files
+
+    text = files("pytest_dsv41.unit.memory").joinpath("laws", "radiance.toml").read_text("utf-8")
+    strange = "f\x1b[2J8"
+    text = text.replace("fp8 =", '"f\\u001b[2J8" =').replace('["fp8"', '["f\\u001b[2J8"')
+    (tmp_path / "law.toml").write_text(text)
+    words = ["kv", "plan", "--law", str(tmp_path / "law.toml"), "--dtype", strange]
+    assert main([*words, "--seqs", "1", "--window", "9", "--alternatives"]) == 0
+    assert "\x1b" not in capsys.readouterr().out

@@ -10,9 +10,12 @@ law").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pytest_dsv41.text import one_line
+from pytest_dsv41.unit.memory.ledger import DIALECTS
 
 __all__ = ["Group", "KeyPath", "Knob", "Law", "Part", "law_from"]
 
@@ -129,6 +132,8 @@ _TABLES = {
     "prefix", "pinned",
 }  # fmt: skip
 _FLAGS = ("dtype", "pool", "weights", "seqs", "window")
+# Of sizes and counts: far from what a float can hold, far above any machine.
+_LEAST, _MOST = 1e-9, 1 << 40
 
 
 def law_from(values: Mapping[str, Any], fault: Fault) -> Law:
@@ -142,6 +147,7 @@ def law_from(values: Mapping[str, Any], fault: Fault) -> Law:
     dtypes = tuple(read.texts(values, (), "dtypes"))
     if not dtypes:
         raise fault(("dtypes",), "at least one is needed")
+    _once(("dtypes",), dtypes, fault)
     groups = []
     for number, table in enumerate(read.tables(values, (), "groups")):
         at: KeyPath = ("groups", number)
@@ -157,6 +163,10 @@ def law_from(values: Mapping[str, Any], fault: Fault) -> Law:
         )
     if not any(not group.cells_most for group in groups):
         raise fault(("groups",), "one group must grow with the tokens")
+    _once(("groups",), [group.name for group in groups], fault)
+    for dtype in dtypes:
+        if not sum(group.page_kib[dtype] for group in groups if not group.cells_most):
+            raise fault(("groups",), f"at dtype {dtype} a token takes nothing; page_kib above 0")
     flags = read.table(values, (), "flags")
     read.known(flags, ("flags",), set(_FLAGS))
     rows = read.table(values, (), "rows")
@@ -177,8 +187,15 @@ def law_from(values: Mapping[str, Any], fault: Fault) -> Law:
                 read.text(table, at, "reason"),
             )
         )
+        least, most = knobs[-1].least, knobs[-1].most
+        if least is not None and most is not None and least > most:
+            raise fault((*at, "most"), f"{most:g}, below the least of {least:g}")
+    _once(("knobs",), [knob.name for knob in knobs], fault)
+    dialect = read.text(values, (), "dialect")
+    if dialect not in DIALECTS:
+        raise fault(("dialect",), f"not known; valid: {', '.join(sorted(DIALECTS))}")
     return Law(
-        dialect=read.text(values, (), "dialect"),
+        dialect=dialect,
         about=read.text(values, (), "about"),
         dtypes=dtypes,
         flags={key: read.text(flags, ("flags",), key) for key in flags},
@@ -193,6 +210,12 @@ def law_from(values: Mapping[str, Any], fault: Fault) -> Law:
         pinned=read.parts(pinned, ("pinned",), "parts"),
         pinned_floor=read.number(pinned, ("pinned",), "floor_mib") if pinned else None,
     )
+
+
+def _once(at: KeyPath, names: Sequence[str], fault: Fault) -> None:
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise fault((*at, position), f"{one_line(name, 60)!r} stands there twice")
 
 
 class _Read:
@@ -220,8 +243,10 @@ class _Read:
 
     def number(self, table: Mapping[str, Any], at: KeyPath, key: str) -> float:
         value = table.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-            raise self._fault((*at, key), "a number of at least 0 is needed")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._fault((*at, key), "a number is needed")
+        if value != 0 and not _LEAST <= value <= _MOST:
+            raise self._fault((*at, key), f"{value:g}; valid: 0, or {_LEAST:g} to {_MOST:,}")
         return float(value)
 
     def count(
@@ -230,8 +255,8 @@ class _Read:
         if default is not None and key not in table:
             return default
         value = table.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._fault((*at, key), "an integer of at least 1 is needed")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise self._fault((*at, key), f"an integer is needed, 1 to {_MOST:,}")
         return value
 
     def sizes(

@@ -26,6 +26,10 @@ __all__ = [
     "parse_ledger",
 ]
 
+_LINE_MOST: Final = 4096
+"""Characters of a line that may be a fact: the patterns look for sizes anywhere in it."""
+_NUMBER_MOST: Final = 1e15
+
 _SIZES: Final = {"KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
 
 
@@ -290,11 +294,15 @@ def _whole_lines(text: str, dialect: str) -> list[tuple[int, str]]:
 
 def _known(line: str, dialect: str) -> tuple[int, int]:
     """How much of a line is understood: its facts, and how far the sentence is known."""
+    if len(line) > _LINE_MOST:
+        return 0, 0
     ends = (match.end() for kind in DIALECTS[dialect] if (match := kind.pattern.search(line)))
     return len(_facts(line, 0, dialect)), next(ends, 0)
 
 
 def _facts(line: str, number: int, dialect: str) -> list[Fact]:
+    if len(line) > _LINE_MOST:
+        return []
     for kind in DIALECTS[dialect]:
         match = kind.pattern.search(line)
         if match is None:
@@ -312,6 +320,8 @@ def _facts(line: str, number: int, dialect: str) -> list[Fact]:
             try:
                 value = float(printed)
             except ValueError:
+                return []
+            if value > _NUMBER_MOST:
                 return []
             digits = len(printed.partition(".")[2])
             rounding = 0.5 * 10.0**-digits if digits else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.text import one_line
@@ -21,6 +22,12 @@ __all__ = [
     "make_plan",
     "printed_dtype",
 ]
+
+
+_SEQS_MOST: Final = 1 << 16
+_WINDOW_MOST: Final = 1 << 40
+# Beyond any machine; what is far above it would overflow in the law.
+_MIB_MOST: Final = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -119,15 +126,19 @@ def _check(
             f"dtype {one_line(shape.dtype, 40)!r}: {law.flags.get('dtype', 'it')} takes "
             f"{', '.join(law.dtypes)}"
         )
-    if shape.seqs < 1 or shape.window < 1:
-        raise UsageError("sequences and window: at least 1")
+    for what, count, most in (
+        ("sequences", shape.seqs, _SEQS_MOST),
+        ("window", shape.window, _WINDOW_MOST),
+    ):
+        if not 1 <= count <= most:
+            raise UsageError(f"{what} {one_line(str(count), 40)}: valid: 1 to {most:,}")
     sizes = {"pool": shape.pool, "weights": shape.weights}
     if pair is not None:
         sizes |= {"the ledger's weights": pair[0], "the ledger's pool": pair[1]}
     for what, size in sizes.items():
         # No bound is below nan: it would pass them all.
-        if size is not None and not (math.isfinite(size) and size >= 0):
-            raise UsageError(f"{what} {size:g}: valid: MiB, a finite number of at least 0")
+        if size is not None and not 0 <= size <= _MIB_MOST:
+            raise UsageError(f"{what} {size:g}: valid: MiB, 0 to {_MIB_MOST:,}")
     known = [knob.name for knob in law.knobs]
     for name, value in knobs.items():
         if name not in known:
@@ -222,8 +233,11 @@ class LawCheck:
 
     @property
     def apart(self) -> float:
-        """By which fraction of the law the ledger lies above it; below: negative."""
-        return (self.ledger - self.law) / self.law
+        """By which fraction of the law the ledger lies above it; below: negative.
+
+        Infinite where the law leaves nothing at all.
+        """
+        return (self.ledger - self.law) / self.law if self.law else math.inf
 
 
 def law_against(law: Law, ledger: Ledger, pool: float | None = None) -> LawCheck | None:
