@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["one_line", "visible"]
+__all__ = ["counted", "one_line", "visible"]
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 
@@ -29,3 +29,8 @@ def visible(text: str, limit: int = 2000) -> str:
 def one_line(text: str, limit: int = 300) -> str:
     """Return `visible(text)` on a single line."""
     return " ".join(visible(text, limit).split())
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a count with its noun: `1 row`, `1,204 rows`; `plural` where an s is not enough."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..text import one_line
+from ..text import counted, one_line
 
 if TYPE_CHECKING:
     from ..unit.memory import Ledger
@@ -50,7 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the flags that it was printed at, in MiB; default: as it states them, rounded",
     )
     plan.add_argument(
-        "--knob", action="append", default=[], metavar="NAME=VALUE", help="another flag to check"
+        "--knob", action="append", default=[], metavar="NAME=VALUE",
+        help="another flag that the law bounds, without its dashes; repeatable",
     )
     plan.add_argument(
         "--alternatives", action="store_true", help="every dtype, and up to one sequence more"
@@ -65,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=MIB",
-        help="a flag that the ledger states, such as vram-kv-mib=6912",
+        help="a flag that the ledger states, such as vram-kv-mib=6912; repeatable",
     )
     _law(ledger, required=False)
     ledger.add_argument("--json", action="store_true", help="print a JSON object")
@@ -144,12 +145,13 @@ def _plan(args: argparse.Namespace) -> int:
         print(one_line(f"REFUSED: {line}", 400))
     if not plan.refused:
         if plan.backed is None:
-            print(f"needs a pool of {plan.need:,.1f} MiB")
+            need = plan.need
+            print(f"NEEDS a pool of {need:,.1f} MiB, {math.ceil(need):,} as a flag (--pool)")
         else:
             windows = plan.backed / shape.window
             print(f"FITS: {plan.backed:,} tokens = {windows:.2f} windows of {shape.window:,}")
     for line in plan.consequences:
-        print(one_line(f"  {line}", 400))
+        print(f"  {one_line(line, 400)}")
     for one in others:
         left = "" if one.weights_left is None else f", weights {one.weights_left:>8,.0f} MiB"
         dtype = one_line(one.dtype, 40)
@@ -175,7 +177,7 @@ def _ledger(args: argparse.Namespace) -> int:
         )
         return 1 if wrong or ledger.missing else 0
     for fact in ledger.facts:
-        print(one_line(f"  {fact}", 300))
+        print(f"  {one_line(str(fact), 300)}")
     ceiling = budget_ceiling(ledger)
     if ceiling is not None:
         print(
@@ -192,7 +194,9 @@ def _ledger(args: argparse.Namespace) -> int:
         print(f"MISSING: {name}")
     for line in wrong:
         print(one_line(f"DOES NOT AGREE: {line}", 400))
-    print(f"{len(ledger.facts)} facts, {len(ledger.unknown)} lines not understood")
+    unknown = counted(len(ledger.unknown), "line")
+    shown = "; --json shows them" if ledger.unknown else ""
+    print(f"{counted(len(ledger.facts), 'fact')}, {unknown} not understood{shown}")
     return 1 if wrong or ledger.missing else 0
 
 
@@ -202,8 +206,8 @@ def _diff(args: argparse.Namespace) -> int:
     before, after = (_read_ledger(path, args.dialect) for path in (args.before, args.after))
     changes = diff_ledgers(before, after)
     for change in changes:
-        print(one_line(f"  {change}", 300))
-    print(f"{len(changes)} facts differ of {len({*_keys(before), *_keys(after)})}")
+        print(f"  {one_line(str(change), 300)}")
+    print(f"{len(changes)} of {counted(len({*_keys(before), *_keys(after)}), 'fact')} differ")
     return 0
 
 

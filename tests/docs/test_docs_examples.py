@@ -13,7 +13,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-RUN = re.compile(r"^(?P<command>\S.*?)\s+# exit (?P<code>\d+)$")
+RUN = re.compile(r"^(?P<command>\S.*?)\s+# exit (?P<code>\d+)(?:: (?P<says>.+))?$")
 
 
 def _pages() -> list[Path]:
@@ -37,7 +37,7 @@ def test_the_pages_commands_end_as_it_says(page: Path, tmp_path: Path) -> None:
             (tmp_path / title[1]).write_text(text, encoding="utf-8")
         if language != "sh" or "run" not in info.split():
             continue
-        for line in text.strip().splitlines():
+        for line in text.replace("\\\n", " ").strip().splitlines():
             found = RUN.match(line)
             assert found, f"{page.name}: {line!r} does not say how it ends"
             done = subprocess.run(
@@ -49,7 +49,9 @@ def test_the_pages_commands_end_as_it_says(page: Path, tmp_path: Path) -> None:
                 check=False,
             )
             ran += 1
-            assert done.returncode == int(found["code"]), f"{line}\n{done.stdout}\n{done.stderr}"
+            told = f"{done.stdout}\n{done.stderr}"
+            assert done.returncode == int(found["code"]), f"{line}\n{told}"
+            assert (found["says"] or "") in told, f"{line}\n{told}"
     assert ran
 
 

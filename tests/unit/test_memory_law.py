@@ -338,7 +338,7 @@ def test_a_plan_says_what_follows() -> None:
         pair=(24_000, 5_120),
     )
     said = "\n".join(plan.consequences)
-    assert "12 all-reduce rows, bound 25" in said
+    assert "12 all-reduce rows, at most 25: with more, the fused all-reduce" in said
     assert "a prefix entry takes 58.50 KiB" in said
     # 5.87 GiB of 4,967 slots: 1.21 MiB each; 6,912 - 5,120 = 1,792 MiB.
     assert "1,792 MiB go from the slab at the same sum: about 1,481 slots of 1.21 MiB" in said

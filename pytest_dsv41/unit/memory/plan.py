@@ -156,13 +156,15 @@ def _consequences(
     ceiling: tuple[float, float] | None,
     pair: tuple[float, float] | None,
 ) -> list[str]:
-    lines = [f"the window needs a pool of {need:,.1f} MiB, {math.ceil(need):,} as a flag"]
+    lines = []
+    if shape.pool is not None:
+        lines.append(f"the shape needs a pool of {need:,.1f} MiB, {math.ceil(need):,} as a flag")
     if ceiling is None:
         lines.append("no ledger with a settled card: the budget of weights and pool is not checked")
     else:
         lines.append(
-            f"weights and pool together: at most {ceiling[0]:,.0f} MiB by the ledger, which rounds "
-            f"to {ceiling[1]:.0f}"
+            f"weights and pool together: at most {ceiling[0]:,.0f} MiB by the ledger, give or take "
+            f"{ceiling[1]:.0f}"
         )
         if shape.pool is not None:
             lines.append(f"beside this pool the weights get {ceiling[0] - shape.pool:,.0f} MiB")
@@ -171,17 +173,18 @@ def _consequences(
     if law.rows_per_sequence is not None and law.rows_most is not None:
         rows = shape.seqs * law.rows_per_sequence
         warning = "" if rows <= law.rows_most else "WARNING: "
-        lines.append(f"{warning}{rows} all-reduce rows, bound {law.rows_most}: {law.rows_reason}")
+        lines.append(f"{warning}{rows} all-reduce rows, at most {law.rows_most}: {law.rows_reason}")
     if law.ranks is not None:
         entry = law.ranks * sum(group.page_kib[shape.dtype] for group in law.groups)
         lines.append(
-            f"a prefix entry takes {entry:.2f} KiB: {1 << 20} KiB of a tier hold "
-            f"{int((1 << 20) / entry):,}"
+            f"a prefix entry takes {entry:.2f} KiB: 1 GiB of a tier holds {int((1 << 20) / entry):,}"
         )
     if law.pinned:
         total = law.pinned_mib
         parts = " + ".join(
-            f"{f'{part.times} x ' if part.times > 1 else ''}{part.mib:,.0f}" for part in law.pinned
+            f"{one_line(part.name, 60)} {f'{part.times} x ' if part.times > 1 else ''}"
+            f"{part.mib:,.0f}"
+            for part in law.pinned
         )
         against = warning = ""
         if law.pinned_floor is not None:
