@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
-__all__ = ["counted", "one_line", "visible"]
+__all__ = ["counted", "error_line", "one_line", "visible"]
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 
@@ -29,6 +30,12 @@ def visible(text: str, limit: int = 2000) -> str:
 def one_line(text: str, limit: int = 300) -> str:
     """Return `visible(text)` on a single line."""
     return " ".join(visible(text, limit).split())
+
+
+def error_line(error: BaseException, limit: int = 300) -> str:
+    """Return what an error says on a single line, without the number that Python puts before it."""
+    said = re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+    return one_line(said or type(error).__name__, limit)
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -25,6 +25,7 @@ from pytest_dsv41.archive.kept import kept_copies, old_heads
 from pytest_dsv41.archive.rows import parse_line, row_key
 from pytest_dsv41.archive.store import Head, checked_path, lock_path
 from pytest_dsv41.durable import FileLock
+from pytest_dsv41.text import counted
 
 __all__ = ["Checkpoint", "Finding", "Verification", "read_checkpoints", "verify_archive"]
 
@@ -219,7 +220,7 @@ def verify_archive(
             "truncated",
             gap.line,
             f"{archive.name}: line {gap.line}: truncated: the append before it lost its last "
-            f"{gap.lost} row(s), later rows were appended behind the cut",
+            f"{counted(gap.lost, 'row')}, later rows were appended behind the cut",
         )
         if vouched >= gap.line:
             notes.append(f"{finding.message}; a later checkpoint accepts this")
@@ -230,7 +231,7 @@ def verify_archive(
     notes += _notes(archive, seen, checkpoints)
     if len(checkpoints) < given:
         notes.append(
-            f"{given - len(checkpoints)} checkpoint(s) are of the file before its migration: "
+            f"{counted(given - len(checkpoints), 'checkpoint')} of the file before its migration: "
             f"{', '.join(copy.name for copy in kept_copies(archive))}"
         )
     return Verification(
@@ -319,7 +320,7 @@ def _own_findings(name: str, seen: _Seen) -> Iterator[Finding]:
             "truncated",
             end.rows + 1,
             f"{name}: line {end.rows + 1}: truncated: the last append lost its last "
-            f"{end.missing} row(s)",
+            f"{counted(end.missing, 'row')}",
         )
 
 
@@ -381,7 +382,7 @@ def _notes(archive: Path, seen: _Seen, checkpoints: Sequence[Checkpoint]) -> Ite
     elif seen.broken is None:
         newest = max(point.head.rows for point in checkpoints)
         if rows > newest:
-            yield f"{rows - newest} row(s) are newer than the newest checkpoint (row {newest})"
+            yield f"{counted(rows - newest, 'row')} newer than the newest checkpoint (row {newest})"
     aside = sorted(archive.parent.glob(f"{archive.name}.torn-*"))
     if aside:
         yield f"bytes set aside by earlier appends: {', '.join(file.name for file in aside)}"

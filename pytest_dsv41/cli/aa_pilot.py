@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MeasurementFailed, MeasurementRefused, UsageError
-from ..text import one_line
+from ..text import counted, one_line
 from .arguments import new_file, seconds
 
 if TYPE_CHECKING:
@@ -180,11 +180,12 @@ def _show_plan(plan: PilotPlan, start: str, estimate: float) -> None:
     print(f"start {start}: about {estimate / 60:.1f} min")
     for cell in (*plan.cells, *plan.bridge):
         print(
-            f"  {cell.name}: {cell.pairs} pairs of {cell.batch} x {cell.max_tokens} tokens, "
+            f"  {cell.name}: {counted(cell.pairs, 'pair')} of {cell.batch} x "
+            f"{cell.max_tokens} tokens, "
             f"about {cell.estimated_s * cell.pairs:.0f} s"
         )
     if plan.prompts:
-        print(f"  probe: {len(plan.prompts)} prompts, about {_probe_s(plan)} s")
+        print(f"  probe: {counted(len(plan.prompts), 'prompt')}, about {_probe_s(plan)} s")
 
 
 def _probe_s(plan: PilotPlan) -> str:
@@ -196,7 +197,7 @@ def _probe_s(plan: PilotPlan) -> str:
 def _show_start(record: Mapping[str, Any]) -> None:
     """Say what each cell and the probe came to."""
     for name, cell in (*record["cells"].items(), *(record["bridge"] or {}).items()):
-        told = cell["refused"] if "refused" in cell else f"{len(cell['pairs'])} pairs"
+        told = cell["refused"] if "refused" in cell else counted(len(cell["pairs"]), "pair")
         print(f"  {name}: {one_line(told, 300)}")
     probed = record["probe"]
     if probed is not None:
@@ -250,7 +251,8 @@ def _show_pilot(pilot: Mapping[str, Any], out: Path | None) -> None:
             continue
         role = "" if cell["decides"] else " (reported only)"
         print(
-            f"{name}{role}: {cell['outputs_identical']} of {count} pairs with identical outputs, "
+            f"{name}{role}: {cell['outputs_identical']} of {counted(count, 'pair')} with "
+            f"identical outputs, "
             f"{cell['rounds_identical']} with identical rounds"
         )
         for one in cell["series"]:
@@ -278,8 +280,8 @@ def _distribution_text(found: Mapping[str, Any]) -> str:
     if "refused" in found:
         return one_line(found["refused"], 300)
     return (
-        f"mean KL {found['mean_kl']:.3g} nats over {found['positions']} positions "
-        f"({found['subset']}), {found['disagreements']} other likeliest tokens, "
+        f"mean KL {found['mean_kl']:.3g} nats over {counted(found['positions'], 'position')} "
+        f"({found['subset']}), {counted(found['disagreements'], 'other likeliest token')}, "
         f"{found['untrusted']} with a common mass below 0.99"
     )
 
@@ -331,7 +333,7 @@ def _accumulate(args: argparse.Namespace) -> int:
         return 0
     count = len(pooled["pilots"])
     passed = sum(bool(pilot["passed"]) for pilot in pooled["pilots"])
-    print(f"{count} pilot{'s' if count != 1 else ''} of one definition, {passed} PASSED")
+    print(f"{counted(count, 'pilot')} of one definition, {passed} PASSED")
     for key, sd in pooled["start_sd"].items():
         print(
             f"  {key:<40} start SD {100 * sd:.3f} % ({pooled['df'][key]} df; up to "

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..text import one_line
+from ..text import counted, one_line
 
 if TYPE_CHECKING:
     from ..archive import Head
@@ -329,10 +329,12 @@ def _append(args: argparse.Namespace) -> int:
 def print_backfill(done: Backfill) -> None:
     """Print what each window gave, what was left out, and the archive's new head."""
     for window, rows, new in done.windows:
-        print(one_line(f"{window}: {rows} control rows, {new} new, in {done.archive}", 500))
+        print(
+            one_line(f"{window}: {counted(rows, 'control row')}, {new} new, in {done.archive}", 500)
+        )
     for reason in done.refused:
         print("  " + one_line(f"left out: {reason}", 500))
-    print(f"head: {done.head.rows} rows, {done.head.sha256}")
+    print(f"head: {counted(done.head.rows, 'row')}, {done.head.sha256}")
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -345,13 +347,13 @@ def _verify(args: argparse.Namespace) -> int:
         return 0 if found.ok else 1
     if found.ok:
         print(
-            f"VALID: {one_line(found.path, 300)}: {found.head.rows} rows, head {found.head.sha256},"
-            f" {found.checkpoints} checkpoint(s)"
+            f"VALID: {one_line(found.path, 300)}: {counted(found.head.rows, 'row')}, "
+            f"head {found.head.sha256}, {counted(found.checkpoints, 'checkpoint')}"
         )
     else:
         print(
-            f"BROKEN: {one_line(found.path, 300)}: the chain holds for {found.head.rows} rows, "
-            f"{found.checkpoints} checkpoint(s)"
+            f"BROKEN: {one_line(found.path, 300)}: the chain holds for "
+            f"{counted(found.head.rows, 'row')}, {counted(found.checkpoints, 'checkpoint')}"
         )
     for finding in found.findings:
         print(f"  {one_line(finding.message, 500)}")
@@ -381,7 +383,7 @@ def _query(args: argparse.Namespace) -> int:
         else:
             with part.open("w", encoding="utf-8", newline="") as file:
                 count = write_text(rows, file, form)
-    print(f"{count} rows: {one_line(args.out, 300)}")
+    print(f"{counted(count, 'row')}: {one_line(args.out, 300)}")
     return 0
 
 
@@ -435,7 +437,8 @@ def _spread(args: argparse.Namespace) -> int:
     for spread in spreads:
         print(one_line(_title(spread), 400))
         print(
-            f"  {spread.n} values in {len(spread.windows)} windows, mean {spread.mean:.6g}, "
+            f"  {counted(spread.n, 'value')} in {counted(len(spread.windows), 'window')}, "
+            f"mean {spread.mean:.6g}, "
             f"{spread.minimum:.6g} to {spread.maximum:.6g}; CV of one repeat within a window "
             f"{_percent(spread.cv_within)}, between windows {_percent(spread.cv_between)}, of all "
             f"values {_percent(spread.cv)}"
@@ -460,7 +463,7 @@ def _plot(args: argparse.Namespace) -> int:
     for one in charts:
         print(one_line(_title(one.spread), 400))
         if one.low is None or one.high is None:
-            print(f"  {len(one.points)} window(s): limits need three")
+            print(f"  {counted(len(one.points), 'window')}: limits need three")
         else:
             print(f"  mean {one.centre:.6g}, control limits {one.low:.6g} to {one.high:.6g}")
         for window, value in one.points:
@@ -514,7 +517,10 @@ def _migrate(args: argparse.Namespace) -> int:
         print(json.dumps(shown, indent=2))
         return code
     state = "APPLIED" if found.applied else "REFUSED" if found.problems else "DRY RUN"
-    print(f"{state}: {found.version} to v4: {found.rows} rows of {found.windows} windows")
+    print(
+        f"{state}: {found.version} to v4: {counted(found.rows, 'row')} of "
+        f"{counted(found.windows, 'window')}"
+    )
     for problem in found.problems:
         print(f"  {one_line(problem, 500)}")
     if not found.problems and found.head is not None:
@@ -522,7 +528,7 @@ def _migrate(args: argparse.Namespace) -> int:
             f"  multiset equal on every old field: {'yes' if found.multiset_equal else 'no'}; "
             f"{found.identities} prompt identities, one for each window and cell"
         )
-        print(f"  head: {found.head.rows} rows, {found.head.sha256}")
+        print(f"  head: {counted(found.head.rows, 'row')}, {found.head.sha256}")
     for note in found.notes:
         print(f"  note: {one_line(note, 500)}")
     if found.kept:

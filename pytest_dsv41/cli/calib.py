@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..text import counted, one_line
 from .arguments import seconds
 
 HELP = "push a corpus through a server that records a calibration; 0 enough tokens, 1 not"
@@ -55,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
     from ..payload.shown import Shown
     from ..payload.step import Step
     from ..payload.stopping import stop_on_signals
-    from ..text import one_line
 
     if args.resume and args.again:
         raise UsageError("--resume and --again exclude each other")
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         "closed": "the server closed at its threshold",
         "before": "an earlier push had done it",
     }[done.ended]
-    print(f"{done.tokens:,} tokens of {done.prompts} prompts: {how}")
+    print(f"{counted(done.tokens, 'token')} of {counted(done.prompts, 'prompt')}: {how}")
     for source, row in done.sources.items():
         print(
             f"  {one_line(source, 60):<40} {row['prompts']:>7} prompts {row['tokens']:>12,} tokens"

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..text import counted, one_line
 from .arguments import new_file, seconds
 
 if TYPE_CHECKING:
@@ -106,7 +107,6 @@ def _server(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run one action."""
     from ..errors import MeasurementFailed, MeasurementRefused
-    from ..text import one_line
 
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "cuts": _cuts,
@@ -187,7 +187,6 @@ def _probe(args: argparse.Namespace) -> int:
     from ..quality.bands import production_of
     from ..quality.probe import run_probe, save_probe
     from ..quality.sealed import outside_git
-    from ..text import one_line
     from .measure import stop_on_signals
 
     if args.candidate and args.band is None:
@@ -208,10 +207,11 @@ def _probe(args: argparse.Namespace) -> int:
         )
     seal = save_probe(args.out, probe)
     told = [position.cached_tokens for position in probe.positions]
-    cached = "not told" if None in told else f"{sum(filter(None, told))} tokens"
+    cached = "not told" if None in told else f"{counted(sum(filter(None, told)), 'token')}"
     print(f"{args.out}: the {probe.role}, {one_line(production_of(probe))}")
     print(
-        f"  {len(probe.positions)} positions of {len(probe.prompts)} prompts ({probe.subset}), "
+        f"  {counted(len(probe.positions), 'position')} of "
+        f"{counted(len(probe.prompts), 'prompt')} ({probe.subset}), "
         f"{probe.top_n} entries each, {conditions}"
     )
     print(f"  from the cache: {cached}; run {probe.run}; seal {seal}")
@@ -291,9 +291,7 @@ def _band(args: argparse.Namespace) -> int:
 
     new_file(args.out, "a band is never overwritten")
     if len(args.probes) % 2:
-        raise UsageError(
-            f"{len(args.probes)} probe{'s' * (len(args.probes) > 1)}: give pairs, A B or A B C D"
-        )
+        raise UsageError(f"{counted(len(args.probes), 'probe')}: give pairs, A B or A B C D")
     probes = [load_probe(path) for path in args.probes]
     band = register_band(list(zip(probes[::2], probes[1::2], strict=True)))
     seal = save_band(args.out, band)
@@ -304,12 +302,12 @@ def _band(args: argparse.Namespace) -> int:
 
 def _show_band(band: Band) -> None:
     from ..quality.bands import production_of
-    from ..text import one_line
 
     print(f"  production: {one_line(production_of(band))}, {band.conditions}")
     print(
-        f"  {band.k} A/A comparison{'s' * (band.k > 1)} over {len(band.prefixes)} positions of "
-        f"{len(band.prompts)} prompts ({one_line(band.subset)}), {band.top_n} entries each"
+        f"  {counted(band.k, 'A/A comparison')} over {counted(len(band.prefixes), 'position')} of "
+        f"{counted(len(band.prompts), 'prompt')} ({one_line(band.subset)}), {band.top_n} "
+        f"entries each"
     )
     print(
         f"  mean KL {band.kls.mean():.3g} nats, ceiling {band.kl_ceiling:.3g} "
@@ -337,11 +335,10 @@ def _gate(args: argparse.Namespace) -> int:
 
 
 def _show_result(result: GateResult) -> None:
-    from ..text import one_line
 
     print(
-        f"{result.verdict}: {result.positions} positions, {result.k} A/A "
-        f"comparison{'s' * (result.k > 1)}, band {result.band[:12]}"
+        f"{result.verdict}: {counted(result.positions, 'position')}, "
+        f"{counted(result.k, 'A/A comparison')}, band {result.band[:12]}"
     )
     print(
         f"  mean KL                  {result.mean_kl:.3g} nats, ceiling {result.kl_ceiling:.3g}, "

@@ -8,6 +8,8 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+from ..text import counted
+
 HELP = "which experts are kept whole, from their Grams; and into a recipe with them"
 
 
@@ -75,8 +77,9 @@ def _derive(args: argparse.Namespace) -> int:
         return 0
     gaps = sorted(set(range(found.layers[-1] + 1)) - set(found.layers))
     print(
-        f"{len(grams)} Grams of {len(found.layers)} layers x {found.experts} experts, "
-        f"k {found.k}, domain {found.domain}; {others} other files left alone"
+        f"{counted(len(grams), 'Gram')} of {counted(len(found.layers), 'layer')} x "
+        f"{found.experts} experts, "
+        f"k {found.k}, domain {found.domain}; {counted(others, 'other file')} left alone"
     )
     for title, layers in (("empty layers", found.empty), ("layers without Grams", gaps)):
         if layers:

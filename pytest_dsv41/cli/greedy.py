@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..text import counted, one_line
 from .arguments import new_file, seconds
 
 if TYPE_CHECKING:
@@ -108,7 +109,6 @@ def _server(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run one action."""
     from ..errors import MeasurementFailed, MeasurementRefused
-    from ..text import one_line
 
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "run": _run,
@@ -140,7 +140,6 @@ def _run(args: argparse.Namespace) -> int:
     )
     from ..quality.prompts import DIST_PROMPTS
     from ..quality.sealed import outside_git
-    from ..text import one_line
     from .measure import stop_on_signals
 
     if args.max_tokens < 1 or not 1 <= args.top_n <= 1000:
@@ -180,7 +179,8 @@ def _run(args: argparse.Namespace) -> int:
             )
     seal = save_greedy(args.out, record)
     print(
-        f"{args.out}: {len(record.rows)} answers of up to {max_tokens} tokens, "
+        f"{args.out}: {counted(len(record.rows), 'answer')} of up to "
+        f"{counted(max_tokens, 'token')}, "
         f"{one_line(f'{record.engine} {record.version} {record.model}')}, seal {seal}"
     )
     if control is None:
@@ -191,7 +191,8 @@ def _run(args: argparse.Namespace) -> int:
 def _progress(now: GreedyProgress) -> None:
     if sys.stderr.isatty():
         print(
-            f"\r\033[K{now.done} of {now.total} answers ({now.prompt}), {now.elapsed_s:.0f} s",
+            f"\r\033[K{now.done} of {counted(now.total, 'answer')} ({now.prompt}), "
+            f"{now.elapsed_s:.0f} s",
             end="\n" if now.done == now.total else "",
             file=sys.stderr,
             flush=True,
@@ -216,7 +217,6 @@ def _code(outcomes: Sequence[PromptOutcome]) -> int:
 
 
 def _show(outcomes: Sequence[PromptOutcome]) -> int:
-    from ..text import one_line
 
     for one in outcomes:
         text = f"  {one.outcome:<10}{one_line(one.name, 60)}"
@@ -239,7 +239,6 @@ def _kl(args: argparse.Namespace) -> int:
     from ..measure import Endpoint
     from ..quality.greedy import load_greedy
     from ..quality.greedy_kl import compare_recorded, kl_bound
-    from ..text import one_line
     from .measure import stop_on_signals
 
     candidate = load_greedy(args.candidate)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..text import one_line
+from ..text import counted, one_line
 from .arguments import new_file, seconds
 
 if TYPE_CHECKING:
@@ -126,14 +126,14 @@ def _verify(args: argparse.Namespace) -> int:
     for line in found[:_SHOWN]:
         print(one_line(f"{args.recording}: {line}", 600))
     if len(found) > _SHOWN:
-        print(f"{args.recording}: {len(found) - _SHOWN} more rows")
+        print(f"{args.recording}: {counted(len(found) - _SHOWN, 'more row')}")
     if found:
         return 1
     width = f"{recording.n_vocab} tokens"
     if isinstance(recording, TopkRecording):
         width = f"the {recording.top_n} likeliest tokens"
     print(
-        f"{args.recording}: whole: {recording.rows} rows of {width}, "
+        f"{args.recording}: whole: {counted(recording.rows, 'row')} of {width}, "
         f"documents: {len(recording.documents)}, {one_line(recording.model, 80)}"
     )
     return 0
@@ -172,7 +172,7 @@ def _record(args: argparse.Namespace) -> int:
         word = "FAILED" if isinstance(error, MeasurementFailed) else "REFUSED"
         print(f"dsv41 kl record: {word} {error.kind}: {one_line(str(error), 500)}", file=sys.stderr)
         return 1
-    print(f"{args.folder}: {manifest.rows} positions of {one_line(manifest.model, 80)}")
+    print(f"{args.folder}: {counted(manifest.rows, 'position')} of {one_line(manifest.model, 80)}")
     for line in manifest.fields["cannot_see"]:
         print(f"  cannot see {line}")
     return 0
@@ -184,7 +184,7 @@ def _convert(args: argparse.Namespace) -> int:
     base = BaseFile(args.base, model=args.model)
     with _progress("converting") as progress:
         manifest = convert(base, args.folder, args.text, progress=progress)
-    print(f"{args.folder}: {manifest.rows} rows of {base.n_vocab} tokens")
+    print(f"{args.folder}: {counted(manifest.rows, 'row')} of {base.n_vocab} tokens")
     return 0
 
 
@@ -248,7 +248,8 @@ def _show(report: dict[str, Any]) -> None:
                 f"{ppl['ratio']:.4f}"
             )
         print(
-            f"  {one_line(name, 30) or '(no source)':<24} {part['positions']} positions: mean KL "
+            f"  {one_line(name, 30) or '(no source)':<24} "
+            f"{counted(part['positions'], 'position')}: mean KL "
             f"{kld['mean']:.5f} (median {kld['median']:.5f}, p99 {kld['p99']:.4f}, max "
             f"{kld['max']:.3f}), top-1 {100 * part['top1_agreement']:.2f} %, {seen}"
         )

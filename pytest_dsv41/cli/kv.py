@@ -50,7 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the flags that it was printed at, in MiB; default: as it states them, rounded",
     )
     plan.add_argument(
-        "--knob", action="append", default=[], metavar="NAME=VALUE",
+        "--knob",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
         help="another flag that the law bounds, without its dashes; repeatable",
     )
     plan.add_argument(

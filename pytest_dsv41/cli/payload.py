@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from ..text import counted
+
 HELP = "a payload against its manifest: count, sizes, sha256; resumable. 0 verified, 2 not"
 
 
@@ -64,7 +66,7 @@ def _manifest(args: argparse.Namespace) -> int:
         )
     create_exclusive(args.manifest, json.dumps(body, indent=1) + "\n")
     size = sum(row["bytes"] for row in body["files"])
-    print(f"{args.manifest}: {len(body['files'])} files, {size} bytes")
+    print(f"{args.manifest}: {counted(len(body['files']), 'file')}, {counted(size, 'byte')}")
     return 0
 
 
@@ -90,8 +92,11 @@ def _verify(args: argparse.Namespace) -> int:
     for note in found.notes:
         print(note)
     if found.problems:
-        print(f"{args.folder}: NOT VERIFIED: {len(found.problems)} findings", file=sys.stderr)
+        print(
+            f"{args.folder}: NOT VERIFIED: {counted(len(found.problems), 'finding')}",
+            file=sys.stderr,
+        )
         return 2
-    print(f"{args.folder}: verified, {found.files} files, {found.hashed} of them read now")
+    print(f"{args.folder}: verified, {counted(found.files, 'file')}, {found.hashed} read now")
     print(f"receipt: {folder / 'receipt.json'}")
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..text import one_line
+from ..text import counted, one_line
 
 if TYPE_CHECKING:
     from ..archive import Spread
@@ -260,7 +260,8 @@ def _print(result: dict[str, Any]) -> None:
         definition = result["definition"]
         print(
             f"  CV of one repeat of {definition['metric']} {100 * result['cv']:.2f} %, from "
-            f"{result['archive_rows']} rows of {result['archive_windows']} windows: "
+            f"{counted(result['archive_rows'], 'row')} of "
+            f"{counted(result['archive_windows'], 'window')}: "
             f"{definition['max_tokens']} tokens, {definition['clock_cap_mhz']} MHz, "
             f"commit {definition['commit'][:12]}, prompt {definition['prompt_sha256'][:12]}"
         )

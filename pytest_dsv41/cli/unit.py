@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..text import counted, one_line
+
 if TYPE_CHECKING:
     from ..hosts import Host
 
@@ -156,7 +158,7 @@ def _drift(args: argparse.Namespace) -> int:
         mark = "registered" if finding.id in args.registered else "DRIFT"
         print(f"{mark:<10} [{finding.id}] {finding.kind}: {finding}")
     known = f", {len(found) - len(left)} registered" if len(left) < len(found) else ""
-    verdict = f"DRIFT: {len(left)} findings{known}" if left else f"clean{known}"
+    verdict = f"DRIFT: {counted(len(left), 'finding')}{known}" if left else f"clean{known}"
     print(f"{facts.unit} on {facts.host}: {verdict}")
     return 2 if left else 0
 
@@ -203,7 +205,7 @@ def _verify(args: argparse.Namespace) -> int:
     for answer in answers:
         mark = "PASS" if answer.passed else "FAIL"
         print(f"{mark}  {answer.kind} {answer.name}".rstrip() + f": {answer.evidence}")
-    count = f"{len(answers) - len(failed)} of {len(answers)} checks hold"
+    count = f"{len(answers) - len(failed)} of {counted(len(answers), 'check')} hold"
     print(f"{args.checklist.name}: {count}")
     return 2 if failed else 0
 
@@ -282,6 +284,5 @@ def _host(args: argparse.Namespace) -> Iterator[Host]:
 
 
 def _shown(text: str) -> str:
-    from ..text import one_line
 
     return one_line(text, 300)

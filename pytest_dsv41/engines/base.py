@@ -31,7 +31,7 @@ from pytest_dsv41.engines.next_token import (
 )
 from pytest_dsv41.engines.served import Served, whole_above
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
-from pytest_dsv41.text import one_line
+from pytest_dsv41.text import error_line, one_line
 
 __all__ = [
     "ENGINES",
@@ -227,9 +227,9 @@ class Engine(ABC):
         except httpx.ConnectError as error:
             if _refused(error):
                 return Health("down", "connection refused")
-            return Health("unknown", f"no connection: {one_line(str(error), 80)}")
+            return Health("unknown", f"no connection: {error_line(error, 80)}")
         except httpx.HTTPError as error:
-            return Health("unknown", f"the connection broke: {one_line(str(error), 80)}")
+            return Health("unknown", f"the connection broke: {error_line(error, 80)}")
         if answer.status_code == 200:
             return Health("up")
         if answer.status_code == 503:
@@ -272,7 +272,7 @@ class Engine(ABC):
             with self._client(client, url, timeout) as http:
                 return _fetch(http, f"{base_url(url)}{path}", timeout)
         except httpx.HTTPError as error:
-            why = one_line(str(error) or type(error).__name__, 120)
+            why = error_line(error, 120)
             raise MeasurementRefused(kind, f"{url}{path} did not answer: {why}") from None
 
     def scrape(
@@ -353,7 +353,7 @@ class Engine(ABC):
             with self._client(client, url, timeout) as http:
                 answer = _fetch(http, where, timeout, body=body)
         except httpx.HTTPError as error:
-            why = one_line(str(error) or type(error).__name__, 100)
+            why = error_line(error, 100)
             raise MeasurementRefused("tokenize", f"{where}: {why}") from None
         if answer.status_code != 200:
             raise MeasurementRefused("tokenize", f"{where} answered {answer.status_code}")
@@ -511,7 +511,7 @@ class Engine(ABC):
             with self._client(client, url, timeout) as http:
                 answer = _fetch(http, where, timeout, body=body)
         except httpx.HTTPError as error:
-            why = one_line(str(error) or type(error).__name__, 120)
+            why = error_line(error, 120)
             raise MeasurementFailed("connection", f"{where} did not answer: {why}") from None
         if answer.status_code != 200:
             said = one_line(answer.text, 200)

@@ -28,7 +28,7 @@ import paramiko
 from paramiko.hostkeys import InvalidHostKey
 
 from ..errors import CommandFailed, StaleEpoch, TransportError
-from ..text import one_line
+from ..text import error_line, one_line
 from .base import (
     FENCED_OFF,
     CommandLog,
@@ -469,4 +469,4 @@ def _reason(error: Exception | None, address: str, port: int, known: Path | None
         return f"{file} has a line that is no host key: {one_line(str(error))}"
     if isinstance(error, TimeoutError):
         return f"{where} did not answer in time"
-    return f"{where}: {one_line(str(error) or type(error).__name__)}"
+    return f"{where}: {'no address' if error is None else error_line(error)}"

@@ -15,7 +15,7 @@ from ..engines import ENGINES
 from ..errors import Dsv41Error, UsageError
 from ..hosts import CommandLog
 from ..targets import Target, TargetContext, load_class, load_factory
-from ..text import one_line
+from ..text import error_line, one_line
 
 __all__ = ["TargetRecord", "read_record", "register_window", "window_folder", "windows"]
 
@@ -87,7 +87,7 @@ class TargetRecord:
         except Dsv41Error:
             raise
         except Exception as error:  # a factory of the user's own
-            why = one_line(str(error) or type(error).__name__)
+            why = error_line(error)
             raise UsageError(f"target factory {one_line(self.factory)}: {why}") from error
 
     def write(self, folder: Path) -> None:
@@ -108,7 +108,7 @@ def read_record(folder: Path) -> TargetRecord:
         record.pop("schema")
         return from_record(TargetRecord, record)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        why = one_line(str(error))
+        why = "no such file" if isinstance(error, FileNotFoundError) else error_line(error)
         raise UsageError(f"{path}: not a window's target record ({why})") from error
 
 

@@ -32,6 +32,7 @@ from pytest_dsv41.measure.reader import Reader
 from pytest_dsv41.measure.stream import StreamRecord, check_answer, read_stream, whole
 from pytest_dsv41.measure.transport import WireTransport
 from pytest_dsv41.measure.wire import TRANSPORT, Call, Connection, Exchange, Finished, Limits, Loop
+from pytest_dsv41.text import error_line
 
 __all__ = [
     "Endpoint",
@@ -371,7 +372,7 @@ def _connect(loop: Loop, endpoint: Endpoint, url: str, deadline_ns: int) -> Conn
     except InterruptedError:
         raise MeasurementFailed("stopped", "the measurement was stopped") from None
     except OSError as error:
-        raise MeasurementFailed("connect", f"no connection: {error}") from None
+        raise MeasurementFailed("connect", f"no connection: {error_line(error)}") from None
 
 
 def _look(engine: Engine, endpoint: Endpoint, client: httpx.Client) -> Snapshot:

@@ -29,7 +29,7 @@ from typing import Any, Final
 from pytest_dsv41.errors import MeasurementFailed
 from pytest_dsv41.measure.progress import Progress, decodes, how_far
 from pytest_dsv41.measure.wire import Call, Exchange, Failure, Finished, Limits, Loop, Read
-from pytest_dsv41.text import one_line
+from pytest_dsv41.text import error_line
 
 __all__ = ["Reader", "main"]
 
@@ -231,7 +231,7 @@ def _run(job: Mapping[str, Any]) -> dict[str, Any]:
                 exchange.keep_raw = job["keep_bytes"]
                 exchanges.append(exchange)
         except OSError as error:
-            return {"failure": Failure("connect", f"no connection: {one_line(str(error))}")}
+            return {"failure": Failure("connect", f"no connection: {error_line(error)}")}
         early = [one for one, late in zip(exchanges, job["late"], strict=True) if not late]
         started = time.monotonic_ns()
         loop.run(

@@ -28,7 +28,7 @@ from pytest_dsv41.errors import Dsv41Error, RefusedByWorld, SpecError, UsageErro
 from pytest_dsv41.payload.hashing import hash_file, identity
 from pytest_dsv41.payload.runner import copy_scripts
 from pytest_dsv41.payload.step import Step, Untrusted
-from pytest_dsv41.text import one_line
+from pytest_dsv41.text import counted, one_line
 from pytest_dsv41.window.source import Source, read_toml
 
 __all__ = ["KIND", "Found", "Gate", "Outcome", "load_gate", "run_gate"]
@@ -66,7 +66,8 @@ class _Count(_Bounds):
 
     def look(self, at: _Place) -> tuple[bool, str]:
         found = len(at.glob(self.files))
-        return _within(found, self.at_least, self.at_most, self.exactly), f"{found} files"
+        passed = _within(found, self.at_least, self.at_most, self.exactly)
+        return passed, counted(found, "file") + _asked(self.at_least, self.at_most, self.exactly)
 
 
 class _Absent(_Strict):
@@ -89,7 +90,8 @@ class _Free(_Strict):
     def look(self, at: _Place) -> tuple[bool, str]:
         disk = os.statvfs(at.base / self.folder)
         free = disk.f_bavail * disk.f_frsize
-        return free >= self.at_least_mib * _MIB, f"{free // _MIB:,} MiB free"
+        passed = free >= self.at_least_mib * _MIB
+        return passed, f"{free // _MIB:,} MiB free, at least {self.at_least_mib:,} asked"
 
 
 class _Size(_Bounds):
@@ -104,9 +106,10 @@ class _Size(_Bounds):
         path = at.base / self.file
         size = identity(path)[0]
         low, high = (None if n is None else n * _MIB for n in (self.at_least_mib, self.at_most_mib))
-        return _within(
-            size, low, high, self.exactly_bytes
-        ), f"{size / _MIB:,.1f} MiB ({size} bytes)"
+        asked = _asked(self.at_least_mib, self.at_most_mib, None, " MiB")
+        asked += _asked(None, None, self.exactly_bytes, " bytes")
+        passed = _within(size, low, high, self.exactly_bytes)
+        return passed, f"{size / _MIB:,.1f} MiB ({size:,} bytes){asked}"
 
 
 class _Output(_Strict):
@@ -263,6 +266,12 @@ def _within(value: int, low: int | None, high: int | None, exact: int | None) ->
         and (high is None or value <= high)
         and (exact is None or value == exact)
     )
+
+
+def _asked(low: int | None, high: int | None, exact: int | None, unit: str = "") -> str:
+    bounds = (("at least", low), ("at most", high), ("exactly", exact))
+    told = " and ".join(f"{word} {n:,}{unit}" for word, n in bounds if n is not None)
+    return f", {told} asked" if told else ""
 
 
 def load_gate(path: Path) -> Gate:

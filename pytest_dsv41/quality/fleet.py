@@ -28,7 +28,7 @@ import httpx
 from pytest_dsv41.engines import Engine, base_url, get_engine, unix_path
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.measure.probes.laws import VISION_TOKENS
-from pytest_dsv41.text import one_line
+from pytest_dsv41.text import error_line, one_line
 
 __all__ = ["FAIL", "NOT_OFFERED", "PASS", "PROBES", "Probe", "fleet_probe", "solid_png"]
 
@@ -126,7 +126,7 @@ class _Server:
         except httpx.TimeoutException:
             return _Reply(0, "no answer in time")
         except httpx.HTTPError as error:
-            return _Reply(0, f"no answer: {one_line(str(error) or type(error).__name__, 100)}")
+            return _Reply(0, f"no answer: {error_line(error, 100)}")
         return _reply(raw) if status == 200 else _Reply(status, _error_text(raw))
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:

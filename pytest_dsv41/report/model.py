@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeGuard
 
 from ..durable import read_json_lines
 from ..errors import UsageError
-from ..text import one_line
+from ..text import counted, one_line
 from ..window.summary import FILE_NAME, RESTORE_CHAINED, CostRow, Summary, read_summary
 
 __all__ = [
@@ -652,7 +652,7 @@ def watch_text(summary: Summary) -> str:
     if watch.seconds is not None:
         parts.append(duration_text(watch.seconds))
     if watch.samples is not None:
-        parts.append(f"{watch.samples} sample{'' if watch.samples == 1 else 's'}")
+        parts.append(f"{counted(watch.samples, 'sample')}")
     if watch.reason:
         parts.append(watch.reason)
     return ", ".join(parts)
@@ -663,7 +663,7 @@ def archive_text(summary: Summary) -> str:
     archive = summary.archive
     if archive is None:
         return "not used"
-    parts = [f"{archive.appended} rows appended"]
+    parts = [f"{counted(archive.appended, 'row')} appended"]
     if archive.before and archive.after:
         parts.append(f"{archive.before.rows} before, {archive.after.rows} after")
     if archive.after and archive.after.sha256:

@@ -22,7 +22,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from ..text import one_line
+from ..text import counted, one_line
 from ..window.summary import RESTORE_CHAINED, WATCH_FAILED, Summary
 from .model import (
     SeriesRow,
@@ -319,7 +319,7 @@ def _header(files: WindowFiles) -> list[RenderableType]:
         if span is not None:
             facts.append(duration_text(span))
         measured = sum(item.outcome == "measured" for item in files.items)
-        facts.append(f"{measured} of {len(files.items)} items measured")
+        facts.append(f"{measured} of {counted(len(files.items), 'item')} measured")
         if summary.window.hypothesis:
             parts.append(safe(summary.window.hypothesis, "italic"))
     parts.append(safe(", ".join(facts), "dim"))

@@ -24,7 +24,7 @@ from pytest_dsv41.engines import check_url, detect_engine, get_engine
 from pytest_dsv41.errors import CommandFailed, Dsv41Error, UsageError
 from pytest_dsv41.hosts import Host, Probe
 from pytest_dsv41.quality.fleet import PASS, PROBES, fleet_probe
-from pytest_dsv41.text import one_line
+from pytest_dsv41.text import counted, error_line, one_line
 from pytest_dsv41.unit.drift import find_drift, load_checkout, read_file, unregistered
 from pytest_dsv41.unit.masking import masked_argv, masked_value
 from pytest_dsv41.unit.memory import check_ledger, parse_ledger
@@ -196,7 +196,7 @@ class _Drift(_Check):
             env_files={path: (data, at.read(path)) for path, data in wanted.items()},
         )
         left = unregistered(found, self.registered)
-        told = f"{len(found) - len(left)} registered findings" if found else "none"
+        told = counted(len(found) - len(left), "registered finding") if found else "none"
         return not left, "; ".join(map(str, left[:3])) + _more(left) if left else told
 
 
@@ -269,7 +269,9 @@ class _Ledger(_Check):
         ledger = parse_ledger(at.start_log(self.file), self.dialect)
         if not self.fact:
             wrong = [*(f"missing: {name}" for name in ledger.missing), *check_ledger(ledger)]
-            return not wrong, "; ".join(wrong) or f"{len(ledger.facts)} facts, none missing"
+            return not wrong, "; ".join(
+                wrong
+            ) or f"{counted(len(ledger.facts), 'fact')}, none missing"
         fact = ledger.find(self.subject, self.fact)
         if fact is None:
             known = dict.fromkeys(f"{each.subject} {each.name}" for each in ledger.facts)
@@ -612,6 +614,6 @@ def verify(
         except subprocess.TimeoutExpired as error:
             passed, evidence = False, f"no answer within {error.timeout:g} s"
         except (Dsv41Error, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
-            passed, evidence = False, f"cannot be told: {one_line(str(error) or repr(error))}"
+            passed, evidence = False, f"cannot be told: {error_line(error)}"
         answers.append(Answer(kind, one_line(name, 120), passed, one_line(evidence, 800)))
     return answers

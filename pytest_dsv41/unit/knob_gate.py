@@ -97,7 +97,8 @@ def check_knobs(
     if cap is None or cap * size >= floor_mib * _MIB or not raise_knobs:
         return _judge(knobs, size, floor_mib, (), lines)
     low = f"cap is {cap * size // _MIB} MiB, below the floor {floor_mib} MiB"
-    lines.append(f"{low}: raising to {target_mib} MiB ({target} {unit})")
+    counts = "" if unit == "mib" else f" ({target} {unit})"
+    lines.append(f"{low}: raising to {target_mib} MiB{counts}")
     written: list[Path] = []
     refused: dict[Path, str] = {}
     for knob in knobs:

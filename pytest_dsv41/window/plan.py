@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from ..durable import dump_json
 from ..errors import UsageError
-from ..text import one_line
+from ..text import counted, one_line
 from .advice import MODERATED, WIDENED, check_advice
 from .deciding import check_deciding, in_pairs, is_seeded, profile_of
 from .schedule import Start, layout
@@ -644,7 +644,7 @@ def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
     lines += [
         "",
         f"time: about {_minutes(estimate.total_s)}: {estimate.items_s:.0f} s for "
-        f"{len(plan.items)} items, {starts}, "
+        f"{counted(len(plan.items), 'item')}, {starts}, "
         + (f"{estimate.seam_s:.0f} s for start B, " if window.pilot else "")
         + f"{estimate.watch_s:.0f} s watch",
         f"production down: about {_minutes(estimate.down_s)}"
@@ -690,8 +690,8 @@ def _start_lines(plan: Plan) -> list[str]:
         role = window.arm(start.arm).role
         lines.append(
             f"  {start.index + 1}. {start.name}  {role} '{start.arm}', "
-            f"{repeats} repeat{'s' if repeats != 1 else ''} a cell, "
-            f"{items} item{'s' if items != 1 else ''}"
+            f"{counted(repeats, 'repeat')} a cell, "
+            f"{counted(items, 'item')}"
         )
     if len(plan.starts) > _STARTS_SHOWN:
         lines.append(f"  … and {len(plan.starts) - _STARTS_SHOWN} more")

@@ -33,7 +33,7 @@ from ..decision_v2 import (
 )
 from ..durable import dump_json
 from ..errors import UsageError
-from ..text import one_line
+from ..text import counted, one_line
 from .advice import (
     MODERATED,
     FrozenPrior,
@@ -200,7 +200,7 @@ class _Judge:
                 # Which of two answers counts must not be anybody's choice afterwards.
                 twice.add(key)
         if foreign:
-            self._notes.append(f"{foreign} values belong to no planned item and were left out")
+            self._notes.append(f"{counted(foreign, 'value')} of no planned item: left out")
         measured: dict[str, Mapping[str, Any]] = {}
         faults: dict[tuple[bool, str], list[str]] = {}
         for item in self._plan.items:
@@ -599,7 +599,7 @@ def _fault(item: PlannedItem, record: Mapping[str, Any] | None) -> str | None:
 def _listed(ids: Sequence[str]) -> str:
     if len(ids) <= _IDS_SHOWN:
         return ", ".join(ids)
-    return f"{', '.join(ids[:_IDS_SHOWN])} and {len(ids) - _IDS_SHOWN} more items"
+    return f"{', '.join(ids[:_IDS_SHOWN])} and {counted(len(ids) - _IDS_SHOWN, 'more item')}"
 
 
 def _canonical(record: Mapping[str, Any]) -> str:

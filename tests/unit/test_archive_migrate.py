@@ -181,7 +181,7 @@ def test_checkpoints_from_before_a_migration_are_recognised(
     (window / "summary.json").write_text(summary)
     migrate(archive, folders(folder), apply=True)
     assert main(["archive", "verify", str(archive), "--checkpoints", str(folder)]) == 0
-    assert "2 checkpoint(s) are of the file before its migration" in capsys.readouterr().out
+    assert "2 checkpoints of the file before its migration" in capsys.readouterr().out
     assert archive_append(archive, [example_row(0)], checkpoints=heads).rows == 33
     with pytest.raises(RolledBack, match="row 32 is not the one a checkpoint knows"):
         archive_append(archive, [example_row(1)], checkpoints=[Head(32, "9" * 64)])

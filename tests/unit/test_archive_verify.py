@@ -206,7 +206,7 @@ def test_an_untouched_archive_verifies_and_says_what_cannot_be_seen(
     found = verify_archive(archive, [Checkpoint(head, "s") for head in heads], fields=True)
     assert (found.ok, found.notes) == (True, ())
     found = verify_archive(archive, [Checkpoint(heads[1], "s")])
-    assert found.notes == ("3 row(s) are newer than the newest checkpoint (row 7)",)
+    assert found.notes == ("3 rows newer than the newest checkpoint (row 7)",)
 
 
 def test_any_byte_that_is_changed_added_or_lost_is_found_at_its_line(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_cut_inside_an_append_is_seen_without_a_checkpoint_and_stays_seen(tmp_
     assert head.rows == 8
     found = verify_archive(archive)
     assert [(f.change, f.line) for f in found.findings] == [("truncated", 7)]
-    assert "lost its last 1 row(s), later rows were appended behind the cut" in str(
+    assert "lost its last 1 row, later rows were appended behind the cut" in str(
         found.findings[0].message
     )
     # Somebody has seen it and recorded the head since: a note, no longer a finding.

@@ -123,7 +123,7 @@ def test_all_checks_before_are_evaluated_and_nothing_is_run(place: Path) -> None
         "flag-absent --reuse": False,
     }
     told = {found.name: found.found for found in done.before}
-    assert told["Grams are there"] == "2 files"
+    assert told["Grams are there"] == "2 files, at least 3 asked"
     assert "bf16.rad" in told["absent bf16.rad"]
     assert told["flag-absent --reuse"] == "stands in convert.sh:3"
     assert not (place / "model.rad").exists()
@@ -134,7 +134,9 @@ def test_a_converter_that_writes_too_little_gets_no_receipt(place: Path) -> None
     (place / "size").write_text(str(2 * MIB - 1))
     done = go(place)
     assert (done.status, done.returncode) == ("failed", 0)
-    assert [f.found for f in done.after if not f.passed] == [f"2.0 MiB ({2 * MIB - 1} bytes)"]
+    assert [f.found for f in done.after if not f.passed] == [
+        "2.0 MiB (2,097,151 bytes), at least 2 MiB asked"
+    ]
     assert not (place / "run" / "receipt.json").exists()
     # Put right, the step runs anew, and only then is it done.
     (place / "size").write_text(str(2 * MIB))

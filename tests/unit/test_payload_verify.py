@@ -214,7 +214,7 @@ def test_the_command_answers_0_2_and_4(place: Path) -> None:
     assert dsv41(place, "manifest", "payload", "m.json").returncode == 4
     done = dsv41(place, "verify", "payload", "m.json")
     assert done.returncode == 0, done.stderr
-    assert "verified, 4 files, 4 of them read now" in done.stdout
+    assert "verified, 4 files, 4 read now" in done.stdout
     (place / "payload" / "a.bin").write_bytes(b"")
     done = dsv41(place, "verify", "payload", "m.json", "--resume")
     assert done.returncode == 2

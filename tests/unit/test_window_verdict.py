@@ -365,7 +365,7 @@ def test_foreign_values_are_left_out_and_noted(tmp_path: Path) -> None:
     rows = values_of(plan, FASTER)
     outcome = conclude(plan, [*rows, {"item": "Z-x-r0"}, {}])
     assert outcome.status == "CANDIDATE"
-    assert outcome.notes == ["2 values belong to no planned item and were left out"]
+    assert outcome.notes == ["2 values of no planned item: left out"]
 
 
 def test_a_fault_in_a_reported_cell_stops_nothing(tmp_path: Path) -> None:

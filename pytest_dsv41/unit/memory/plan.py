@@ -177,7 +177,8 @@ def _consequences(
     if law.ranks is not None:
         entry = law.ranks * sum(group.page_kib[shape.dtype] for group in law.groups)
         lines.append(
-            f"a prefix entry takes {entry:.2f} KiB: 1 GiB of a tier holds {int((1 << 20) / entry):,}"
+            f"a prefix entry takes {entry:.2f} KiB: 1 GiB of a tier holds "
+            f"{int((1 << 20) / entry):,}"
         )
     if law.pinned:
         total = law.pinned_mib
