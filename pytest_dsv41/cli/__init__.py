@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import Dsv41Error, RefusedByWorld
@@ -84,11 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         parser.exit(4, f"dsv41: unknown command {chosen!r}; {near}valid: {', '.join(shown)}\n")
     for name, text in known.items():
-        sub = (
-            commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-            if text
-            else commands.add_parser(name)
-        )
+        sub = commands.add_parser(name, help=text) if text else commands.add_parser(name)
         if name == chosen:
             module = importlib.import_module(f"{__name__}.{_module(name)}")
             sub.description = module.HELP
@@ -125,8 +121,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+class _Actions(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """What a list of actions says of one stands in that one's own help too."""
+
+    def add_parser(self, name: str, **settings: Any) -> Any:
+        described = {"description": settings.get("help"), "allow_abbrev": False}
+        return super().add_parser(name, **{**described, **settings})
+
+
 class _Parser(argparse.ArgumentParser):
     """Wrong use ends with 4 everywhere: 2 is an answer of some commands."""
+
+    def add_subparsers(self, **settings: Any) -> Any:
+        return super().add_subparsers(action=_Actions, **settings)
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

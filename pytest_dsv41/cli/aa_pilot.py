@@ -28,12 +28,10 @@ HELP = "production against itself: run a start, compare two, pool several pilots
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
+    acts = parser.add_subparsers(dest="act", metavar="ACTION", required=True)
 
     one = acts.add_parser(
-        "run",
-        help="one start: seeded cells, the probe, in start A the bridge; 0 whole, 1 not",
-        allow_abbrev=False,
+        "run", help="one start: seeded cells, the probe, in start A the bridge; 0 whole, 1 not"
     )
     one.add_argument("--url", required=True, help="where production's configuration answers")
     one.add_argument(
@@ -71,17 +69,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--deadline", type=seconds, metavar="S", help="default: three times the estimate"
     )
 
-    two = acts.add_parser(
-        "compare", help="start A beside start B; 0 PASSED, 2 FAILED", allow_abbrev=False
-    )
+    two = acts.add_parser("compare", help="start A beside start B; 0 PASSED, 2 FAILED")
     two.add_argument("a", type=Path, metavar="A", help="record of start A")
     two.add_argument("b", type=Path, metavar="B", help="record of start B")
     two.add_argument("--out", type=Path, metavar="FILE", help="write the pilot's record")
     two.add_argument("--json", action="store_true", help="print the pilot's record")
 
     many = acts.add_parser(
-        "accumulate", help="pool pilots of one definition; the start_sd to register",
-        allow_abbrev=False,
+        "accumulate", help="pool pilots of one definition; the start_sd to register"
     )  # fmt: skip
     many.add_argument("pilots", nargs="+", type=Path, metavar="PILOT", help="records of compare")
     many.add_argument("--out", type=Path, metavar="FILE", help="write the pooled record")

@@ -14,8 +14,8 @@ HELP = "push a corpus through a server that records a calibration; 0 enough toke
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
-    one = acts.add_parser("push", help="0 enough tokens, 1 not", allow_abbrev=False)
+    acts = parser.add_subparsers(dest="act", metavar="ACTION", required=True)
+    one = acts.add_parser("push", help="push until the threshold; 0 enough tokens, 1 not")
     one.add_argument(
         "corpus", type=Path, metavar="CORPUS", help='a line a prompt: {"prompt": …, "source": …}'
     )

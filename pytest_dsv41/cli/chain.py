@@ -43,7 +43,7 @@ _ABORT_S = 7200.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    commands = parser.add_subparsers(dest="act", metavar="ACT", required=True)
+    commands = parser.add_subparsers(dest="act", metavar="ACTION", required=True)
     admit = commands.add_parser("gate", help="wait for the previous summary, then admit or refuse")
     admit.add_argument(
         "--prev",

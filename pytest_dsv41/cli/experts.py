@@ -15,10 +15,8 @@ HELP = "which experts are kept whole, from their Grams; and into a recipe with t
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
-    derive = acts.add_parser(
-        "derive", help="apply the protection law to a folder of Grams", allow_abbrev=False
-    )
+    acts = parser.add_subparsers(dest="act", metavar="ACTION", required=True)
+    derive = acts.add_parser("derive", help="apply the protection law to a folder of Grams")
     derive.add_argument("folder", type=Path, metavar="DIR", help="the recording's RADGRAM2 files")
     derive.add_argument(
         "--stem", default="ffn_down_exps", help="the weight (default: ffn_down_exps)"
@@ -34,9 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     derive.add_argument("--out", type=Path, metavar="FILE", help="write the derivation as JSON")
     derive.add_argument("--json", action="store_true", help="print the derivation as JSON")
-    splice = acts.add_parser(
-        "splice", help="put the derived names between a recipe's markers", allow_abbrev=False
-    )
+    splice = acts.add_parser("splice", help="put the derived names between a recipe's markers")
     splice.add_argument("recipe", type=Path, metavar="RECIPE", help="a file with the two markers")
     splice.add_argument(
         "names", type=Path, metavar="NAMES", help="of derive --out, or text: a name a line"

@@ -19,9 +19,11 @@ _MARK = {True: "PASS", False: "FAIL"}
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
+    acts = parser.add_subparsers(dest="act", metavar="ACTION", required=True)
     one = acts.add_parser(
-        "run", help="run gate files in order; the first that fails ends it", allow_abbrev=False
+        "run",
+        help="run gate files in order, the first that fails ends it; 0 done, 1 the command failed, "
+        "2 a check did, 13 done already",
     )
     one.add_argument("files", nargs="+", type=Path, metavar="FILE", help="gate files, in order")
     one.add_argument(

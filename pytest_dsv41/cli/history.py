@@ -30,16 +30,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands and their arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     fill = actions.add_parser(
-        "backfill", help="append the control rows of old windows, idempotently", allow_abbrev=False
+        "backfill", help="append the control rows of old windows, idempotently"
     )
     fill.set_defaults(work=_backfill)
     fill.add_argument("--archive", metavar="FILE", required=True, help="the archive's file")
     fill.add_argument("folders", metavar="WINDOW", nargs="+", help="window folders")
     checkpoint_argument(fill)
     clock_arguments(fill)
-    again = actions.add_parser(
-        "reanalyze", help="decide an old window again, one decision per arm", allow_abbrev=False
-    )
+    again = actions.add_parser("reanalyze", help="decide an old window again, one decision per arm")
     again.set_defaults(work=_reanalyze)
     again.add_argument("folder", metavar="WINDOW", help="the window's folder")
     again.add_argument(

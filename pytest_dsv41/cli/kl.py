@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     def action(name: str, text: str, work: Any) -> argparse.ArgumentParser:
-        sub = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub = actions.add_parser(name, help=text)
         sub.set_defaults(work=work)
         return sub
 

@@ -14,15 +14,11 @@ HELP = "a payload against its manifest: count, sizes, sha256; resumable. 0 verif
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
-    made = acts.add_parser(
-        "manifest", help="write the manifest of what lies in a folder", allow_abbrev=False
-    )
+    acts = parser.add_subparsers(dest="act", metavar="ACTION", required=True)
+    made = acts.add_parser("manifest", help="write the manifest of what lies in a folder")
     made.add_argument("folder", type=Path, metavar="DIR", help="the payload")
     made.add_argument("manifest", type=Path, metavar="MANIFEST", help="the file to write; new")
-    verify = acts.add_parser(
-        "verify", help="hold a folder against its manifest; 0 verified, 2 not", allow_abbrev=False
-    )
+    verify = acts.add_parser("verify", help="hold a folder against its manifest; 0 verified, 2 not")
     verify.add_argument("folder", type=Path, metavar="DIR", help="the payload")
     verify.add_argument("manifest", type=Path, metavar="MANIFEST", help="what it must be")
     verify.add_argument(

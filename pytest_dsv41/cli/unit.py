@@ -30,11 +30,9 @@ HELP = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
+    acts = parser.add_subparsers(dest="act", metavar="ACTION", required=True)
     drift = acts.add_parser(
-        "drift",
-        help="files, checkout, loaded and running: where they differ; 0 clean, 2 drift",
-        allow_abbrev=False,
+        "drift", help="files, checkout, loaded and running: where they differ; 0 clean, 2 drift"
     )
     _common(drift)
     drift.add_argument(
@@ -64,21 +62,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     why = acts.add_parser(
         "why",
-        help="a preflight's refusal, a crash, a boot loop, a wrong configuration; 0 none, 2 one",
-        allow_abbrev=False,
+        help="why it does not run: a refused preflight, a crash, a boot loop, a wrong "
+        "configuration; 0 nothing is wrong, 2 a cause",
     )
     _common(why)
-    verify = acts.add_parser(
-        "verify", help="the list after a cutover; 0 all hold, 2 one does not", allow_abbrev=False
-    )
+    verify = acts.add_parser("verify", help="the list after a cutover; 0 all hold, 2 one does not")
     _common(verify)
     verify.add_argument(
         "--checklist", type=Path, required=True, metavar="FILE", help="what must hold, as TOML"
     )
     rollback = acts.add_parser(
         "rollback",
-        help="back to what it was before a window, by the window's folder alone; 0 as captured",
-        allow_abbrev=False,
+        help="back to what it was before a window, by the window's folder alone; 0 as captured, "
+        "13 refused, 20 production down, 21 alert",
     )
     rollback.add_argument("window", type=Path, metavar="FOLDER", help="the window's folder")
 
@@ -86,7 +82,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("unit", metavar="UNIT", help="its name, such as serve.service")
     parser.add_argument(
-        "--host", default="", metavar="[USER@]ADDRESS[:PORT]", help="over ssh (default: this one)"
+        "--host",
+        default="",
+        metavar="[USER@]ADDRESS[:PORT]",
+        help="over ssh; default: this machine",
     )
     parser.add_argument("--key", type=Path, metavar="FILE", help="private key for ssh")
     parser.add_argument("--known-hosts", type=Path, metavar="FILE", help="must name the host")

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import pytest_dsv41
-from pytest_dsv41 import fixtures, hookspecs, plugin
+from pytest_dsv41 import cli, fixtures, hookspecs, plugin
 from pytest_dsv41.cli import COMMANDS
 from pytest_dsv41.engines import LlamaCpp, Radiance, Vllm
 from pytest_dsv41.errors import SpecError
@@ -123,6 +123,8 @@ def _without_help(parser: argparse.ArgumentParser, path: str) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, sub in action.choices.items():
+                if not sub.description:
+                    yield f"{path} {name}"
                 yield from _without_help(sub, f"{path} {name}")
         elif not action.help:
             yield f"{path} {action.metavar or action.option_strings or action.dest}"
@@ -131,7 +133,7 @@ def _without_help(parser: argparse.ArgumentParser, path: str) -> Iterator[str]:
 @pytest.mark.parametrize("command", [name for name, text in COMMANDS.items() if text])
 def test_help_says_what_every_argument_is(command: str) -> None:
     module = importlib.import_module(f"pytest_dsv41.cli.{command.replace('-', '_')}")
-    parser = argparse.ArgumentParser()
+    parser = cli._Parser()
     module.configure(parser)
     assert list(_without_help(parser, f"dsv41 {command}")) == []
 
