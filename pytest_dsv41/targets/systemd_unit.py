@@ -23,7 +23,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -48,6 +48,7 @@ from ..measure import Endpoint
 from ..text import one_line
 from ..unit.drift import drift, load_checkout, unregistered
 from ..unit.envfile import check_changes, variant
+from ..unit.knob_gate import judge_knobs
 from ..unit.live import LiveUnit, UnitState
 from ..unit.masking import masked_words
 from ..unit.memory import Ledger
@@ -90,6 +91,13 @@ class _Host(BaseModel):
     connect_s: float = Field(default=5.0, gt=0)
 
 
+class _Knobs(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    paths: tuple[Annotated[str, Field(pattern="^/")], ...] = Field(min_length=1)
+    unit: Literal["pages", "bytes", "kib", "mib"] = "pages"
+    floor_mib: int = Field(ge=1)
+
+
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["systemd-unit"] = "systemd-unit"
@@ -109,6 +117,7 @@ class _Table(BaseModel):
     payloads: dict[str, str] = Field(default_factory=dict)
     checkout: str = ""
     registered_drift: tuple[str, ...] = ()
+    knobs: _Knobs | None = None
     hold: str = Field(default="/var/lib/dsv41/HOLD", pattern="^/")
     label: str = ""
     world: str = ""
@@ -317,6 +326,7 @@ class SystemdUnitTarget:
         unit = self._unit.look()
         if unit.load != "loaded":
             raise RefusedByWorld(f"{self._table.unit} is {unit.load} on {self._login.name}")
+        self._knobs_clear_their_floor()
         for path in unit.drop_ins:
             if PurePosixPath(path).name >= _DROP_IN:
                 raise RefusedByWorld(
@@ -628,6 +638,29 @@ class SystemdUnitTarget:
             write_atomic(self._context.folder / f"env-found-{_sha256(found)[:12]}", found)
         self._install(kept["real"], base64.b64decode(kept["base64"]), kept["mode"], kept["owner"])
         return True
+
+    def _knobs_clear_their_floor(self) -> None:
+        """The kernel's limit allows a start, so that what is stopped can come up again. Reads only.
+
+        Raises:
+            RefusedByWorld: it does not, or cannot be known.
+        """
+        asked = self._table.knobs
+        if asked is None:
+            return
+        try:
+            page = int(self._read_command(["getconf", "PAGE_SIZE"], "page-size"))
+            found = {path: self._root.read(path) for path in asked.paths}
+        except (Dsv41Error, OSError, ValueError) as error:
+            raise RefusedByWorld(
+                f"target.knobs: {self._login.name}: cannot be read: {one_line(str(error))}"
+            ) from error
+        report = judge_knobs(found, unit=asked.unit, floor_mib=asked.floor_mib, page_bytes=page)
+        if not report.passed:
+            told = next(line for line in report.lines if line.startswith("REFUSED: "))
+            raise RefusedByWorld(
+                f"target.knobs: {self._login.name}: {told.removeprefix('REFUSED: ')}"
+            )
 
     def _undrifted(self) -> None:
         """The unit is what its files say: a restart would start what runs now.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,7 @@ from typing import Final
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.text import one_line
 
-__all__ = ["UNITS", "Knob", "KnobReport", "check_knobs"]
+__all__ = ["UNITS", "Knob", "KnobReport", "check_knobs", "judge_knobs"]
 
 _MIB: Final = 1 << 20
 _MOST: Final = 4096  # bytes of a knob that are read; sysfs gives one page
@@ -118,6 +118,24 @@ def check_knobs(
     return _judge(told, size, floor_mib, tuple(written), lines)
 
 
+def judge_knobs(
+    found: Mapping[str, bytes | None], *, unit: str, floor_mib: int, page_bytes: int
+) -> KnobReport:
+    """Judge knobs that were read elsewhere, such as on another host; nothing is written.
+
+    Args:
+        found: path to content; None: not there.
+        unit: what they count in, a key of `UNITS`.
+        floor_mib: the least cap that passes, in MiB; exactly the floor passes.
+        page_bytes: the size of a page where they were read.
+    """
+    knobs = [
+        Knob(Path(path), "absent") if raw is None else _understood(Path(path), raw)
+        for path, raw in found.items()
+    ]
+    return _judge(knobs, page_bytes if unit == "pages" else UNITS[unit], floor_mib, (), [])
+
+
 def _cap(knobs: Sequence[Knob]) -> int | None:
     """The smallest value in units; None where a knob is not understood, or none is there."""
     if any(knob.state == "unknown" for knob in knobs):
@@ -141,13 +159,14 @@ def _judge(
     else:
         low = [k for k in knobs if k.value is not None and k.value * size < floor_mib * _MIB]
         if not low:
-            told = cap * size // _MIB
-            lines.append(f"PASS: cap {told} MiB clears the floor {floor_mib} MiB")
-            return KnobReport(True, tuple(knobs), told, written, tuple(lines))
+            whole = cap * size // _MIB
+            lines.append(f"PASS: cap {whole} MiB clears the floor {floor_mib} MiB")
+            return KnobReport(True, tuple(knobs), whole, written, tuple(lines))
         for knob in low:
             assert knob.value is not None
             why = f" ({knob.refused})" if knob.refused else ""
-            hint = "" if written or knob.refused else "; nothing was written, --raise raises it"
+            told = "; nothing was written, dsv41 knob-gate --raise raises it"
+            hint = "" if written or knob.refused else told
             if knob.path in written:
                 hint = "; the target was written and the kernel did not take it"
             lines.append(
@@ -174,6 +193,10 @@ def _read(path: Path) -> Knob:
         return Knob(path, "unknown", why=f"cannot be read ({error.strerror})")
     finally:
         os.close(fd)
+    return _understood(path, raw)
+
+
+def _understood(path: Path, raw: bytes) -> Knob:
     text = raw.decode("ascii", "replace").strip()
     if not (text.isascii() and text.isdecimal() and len(text) <= 20):
         return Knob(path, "unknown", why=f"holds {one_line(repr(text), 60)}, no count")

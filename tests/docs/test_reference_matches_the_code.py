@@ -173,6 +173,7 @@ def test_every_key_of_the_targets() -> None:
     tables = [set(names(part, "key")) for part in text.split("Keys of ")]
     assert tables == [
         set(systemd_unit._Table.model_fields),
+        set(systemd_unit._Knobs.model_fields),
         set(systemd_unit._Host.model_fields),
     ]
 

@@ -191,5 +191,9 @@ def podman(call: Call) -> Reply:
     )
 
 
+def getconf(call: Call) -> Reply:
+    return Reply(out=(call.machine.load("/fake/page") or b"4096").decode() + "\n")
+
+
 def nothing(call: Call) -> Reply:
     return Reply()

@@ -81,6 +81,7 @@ class Host:
             "test": "exists",
             "sha256sum": "sha256sum",
             "podman": "podman",
+            "getconf": "getconf",
         }
         self.world = FakeWorld.create(
             folder / "world",
@@ -170,6 +171,58 @@ def test_a_drifted_unit_is_refused_unless_the_drift_is_registered(unit: Host) ->
     ):
         unit.target().capture()
     unit.target(registered_drift=["0123456789abcdef"]).capture()
+
+
+KNOBS = {
+    "paths": ["/sys/module/ttm/parameters/pages_limit", "/sys/module/ttm/parameters/pages_max"],
+    "floor_mib": 150_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        # FRANK-ARCHON's outage: 125,988 MiB after the power failure; and its repair.
+        (
+            b"32253039\n",
+            "pages_limit caps at 125988 MiB, below the floor 150000 MiB; nothing was written, "
+            "dsv41 knob-gate --raise raises it",
+        ),
+        (b"52428800\n", None),
+        (b"max\n", "pages_limit: holds 'max', no count; the cap is not known"),
+        (None, "the kernel exposes none of "),
+    ],
+)
+def test_a_kernel_limit_below_its_floor_refuses_the_window(
+    unit: Host, limit: bytes | None, told: str | None
+) -> None:
+    path = KNOBS["paths"][0]  # type: ignore[index]
+    if limit is not None:
+        unit.host.write(path, limit)
+    before = unit.systemd()
+    target = unit.target(knobs=KNOBS)
+    if told is None:
+        target.capture()
+    else:
+        with pytest.raises(RefusedByWorld) as refused:
+            target.capture()
+        assert str(refused.value).startswith("target.knobs: alpha: ")
+        assert told in str(refused.value)
+        assert "\n" not in str(refused.value)
+    # Nothing was touched: neither the unit nor the knob.
+    assert unit.systemd() == before
+    assert unit.host.read(path) == limit
+    # A host with larger pages has another cap under the same count.
+    unit.host.write("/fake/page", "65536")
+    if limit == b"32253039\n":
+        target.capture()
+
+
+def test_a_limit_that_cannot_be_read_refuses_the_window(unit: Host) -> None:
+    unit.host.write(KNOBS["paths"][0], b"52428800\n")  # type: ignore[index]
+    unit.world.arm("partition", f"read {KNOBS['paths'][0]}", host="alpha")  # type: ignore[index]
+    with pytest.raises(RefusedByWorld, match=r"target\.knobs: alpha: cannot be read"):
+        unit.target(knobs=KNOBS).capture()
 
 
 def test_it_is_a_target_that_holds_and_has_no_chains(unit: Host) -> None:
