@@ -29,6 +29,7 @@ __all__ = [
     "fsync_folder",
     "parse_json",
     "read_json_lines",
+    "read_regular",
     "remove",
     "sweep",
     "write_atomic",
@@ -238,6 +239,34 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def read_regular(file: Path, limit: int) -> bytes:
+    """Return the bytes of a regular file; a FIFO or device in its place never hangs the reader.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, is no regular file, or has more than `limit` bytes.
+    """
+    if "\0" in str(file):
+        raise ValueError("a name with a null character")
+    fd = -1
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("not a regular file")
+        with os.fdopen(fd, "rb", closefd=False) as stream:
+            raw = stream.read(limit + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    if len(raw) > limit:
+        raise ValueError(f"larger than {limit} bytes")
+    return raw
 
 
 class FileLock:

@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_ledger(path: Path, dialect: str) -> Ledger:
+    from ..durable import read_regular
     from ..unit.memory import parse_ledger
-    from ..window.source import read_regular
 
     try:
         raw = read_regular(path, _MOST_BYTES)

@@ -17,15 +17,18 @@ from pytest_dsv41.engines.base import (
     unix_path,
 )
 from pytest_dsv41.engines.llamacpp import LlamaCpp
+from pytest_dsv41.engines.next_token import Greedy, NextToken
 from pytest_dsv41.engines.radiance import Radiance
 from pytest_dsv41.engines.vllm import Vllm
 
 __all__ = [
     "ENGINES",
     "Engine",
+    "Greedy",
     "Health",
     "InBand",
     "LlamaCpp",
+    "NextToken",
     "Radiance",
     "Server",
     "Snapshot",

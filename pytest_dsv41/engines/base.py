@@ -25,7 +25,9 @@ from pytest_dsv41.engines.counters import read_samples, refuse_part, refuse_rese
 from pytest_dsv41.engines.next_token import (
     Greedy,
     NextToken,
+    read_chosen,
     read_ids,
+    read_model,
     read_object,
     read_prefixed,
 )
@@ -556,8 +558,13 @@ class Engine(ABC):
         echo = choice.get("prompt_token_ids")
         if echo is not None and echo != list(ids):
             raise MeasurementRefused("other-prompt", f"{where}: the answer is to another prompt")
-        usage = data.get("usage")
-        return NextToken(read_prefixed(top, where), read_usage(usage, where), echo is not None)
+        return NextToken(
+            read_prefixed(top, where),
+            read_usage(data.get("usage"), where),
+            echo is not None,
+            read_model(data),
+            read_chosen(choice["logprobs"], where),
+        )
 
     def _greedy_body(
         self, model: str, ids: Sequence[int], max_tokens: int, top_n: int
@@ -591,6 +598,7 @@ class Engine(ABC):
             str(choice.get("finish_reason")),
             read_usage(data.get("usage"), where),
             echo is not None,
+            read_model(data),
         )
 
     def _text_of(
@@ -692,6 +700,11 @@ def _same_length(in_band: InBand, ids: Sequence[int], where: str) -> None:
             "other-prompt",
             f"{where}: the answer is to a prompt of {in_band.prompt_tokens} tokens, "
             f"{len(ids)} were sent",
+        )
+    if (in_band.cached_tokens or 0) > len(ids):
+        raise MeasurementRefused(
+            "bad-answer",
+            f"{where}: {in_band.cached_tokens} of {len(ids)} prompt tokens came from a cache",
         )
 
 

@@ -19,6 +19,7 @@ from pytest_dsv41.engines.next_token import (
     aligned,
     read_ids,
     read_indexed,
+    read_model,
     read_object,
 )
 from pytest_dsv41.engines.served import Served, agreed, whole_above
@@ -196,6 +197,7 @@ class LlamaCpp(Engine):
             read_indexed(top, where),
             _in_band(data),
             _echoed(data, where, text_of_prompt),
+            read_model(data),
         )
 
     def _greedy_body(
@@ -242,6 +244,7 @@ class LlamaCpp(Engine):
             reason.get(str(data.get("stop_type")), str(data.get("stop_type"))),
             _in_band(data),
             _echoed(data, where, text_of_prompt),
+            read_model(data),
         )
 
 

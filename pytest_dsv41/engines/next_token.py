@@ -22,25 +22,32 @@ __all__ = [
     "Greedy",
     "NextToken",
     "aligned",
+    "read_chosen",
     "read_ids",
     "read_indexed",
+    "read_model",
     "read_object",
     "read_prefixed",
 ]
 
 _PREFIX: Final = "token_id:"
+_IDS: Final = 1 << 31
+"""Token ids are 32-bit in every engine and format (FORMATS): what is larger is none."""
 
 
 @dataclass(frozen=True)
 class NextToken:
     """The candidates for one token as the server gave them, (id, natural log-probability).
 
-    `echoed` says whether the server repeated the prompt, so that it could be compared.
+    `echoed` says whether the server repeated the prompt, so that it could be compared; `model` is
+    who answered, and `chosen` the token that was taken with its log-probability, where it tells.
     """
 
     top: tuple[tuple[int, float], ...]
     in_band: InBand
     echoed: bool
+    model: str | None = None
+    chosen: tuple[int, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Greedy:
     finish: str
     in_band: InBand
     echoed: bool
+    model: str | None = None
 
 
 def aligned(tokens: Sequence[int], told: Sequence[int]) -> list[int | None]:
@@ -126,7 +134,12 @@ def read_prefixed(entries: object, where: str) -> tuple[tuple[int, float], ...]:
     found = []
     for name, value in entries.items():
         digits = str(name).removeprefix(_PREFIX)
-        if digits == name or not (digits.isascii() and digits.isdigit() and len(digits) < 19):
+        numeric = digits != name and digits.isascii() and digits.isdigit()
+        if numeric and (len(digits) > 18 or int(digits) >= _IDS):
+            raise MeasurementRefused(
+                "bad-answer", f"{where}: {one_line(str(name), 60)!r} is beyond any vocabulary"
+            )
+        if not numeric:
             raise MeasurementRefused(
                 "bad-answer",
                 f"{where}: {one_line(str(name), 60)!r} names no token id: the server does not "
@@ -134,6 +147,30 @@ def read_prefixed(entries: object, where: str) -> tuple[tuple[int, float], ...]:
             )
         found.append((int(digits), _number(value, where)))
     return tuple(found)
+
+
+def read_chosen(told: Mapping[str, Any], where: str) -> tuple[int, float] | None:
+    """Read the one token that was chosen, of the `logprobs` object of the OpenAI completions.
+
+    None where it is not told by id, or its log-probability is not told.
+
+    Raises:
+        MeasurementRefused: kind `bad-answer`.
+    """
+    names, values = told.get("tokens"), told.get("token_logprobs")
+    if not (isinstance(names, list) and isinstance(values, list)):
+        return None
+    if len(names) != 1 or len(values) != 1 or values[0] is None:
+        return None
+    if not isinstance(names[0], str) or not names[0].startswith(_PREFIX):
+        return None
+    return read_prefixed({names[0]: values[0]}, where)[0]
+
+
+def read_model(data: Mapping[str, Any]) -> str | None:
+    """Return the name of the model that answered; None where the answer does not tell."""
+    model = data.get("model")
+    return model if isinstance(model, str) and model else None
 
 
 def read_indexed(entries: object, where: str) -> tuple[tuple[int, float], ...]:
@@ -166,7 +203,7 @@ def read_ids(tokens: object, where: str) -> tuple[int, ...]:
 
 
 def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _IDS
 
 
 def _number(value: object, where: str) -> float:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal
 
 from pytest_dsv41.durable import dump_json
-from pytest_dsv41.engines import get_engine
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.measure.corpus import text_sha256
 from pytest_dsv41.measure.group import Endpoint, control_client, ended_by
+from pytest_dsv41.quality.asking import AskedServer
 from pytest_dsv41.quality.kl import TOP_N, Vector, checked_vector
 from pytest_dsv41.quality.sealed import outside_git, read_sealed, write_sealed
 
@@ -151,19 +151,20 @@ def run_greedy(
     Raises:
         UsageError: no prompts, or one name twice.
         MeasurementFailed: a request did not deliver.
-        MeasurementRefused: kinds of `Engine.greedy` and `checked_vector`; `warm-cache`.
+        MeasurementRefused: kinds of `Engine.greedy` and `checked_vector`; `warm-cache`,
+            `other-server`, `reset`.
     """
     if not prompts or len({prompt.name for prompt in prompts}) != len(prompts):
         raise UsageError("a greedy run needs prompts, each once")
     deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9)
-    engine = get_engine(endpoint.engine)
     started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     began = time.monotonic()
     with (
         ended_by(stop, deadline_ns),
         control_client(endpoint, stop=stop, deadline_ns=deadline_ns, context=context) as client,
     ):
-        model = endpoint.model or engine.models(endpoint.url, client=client)[0]
+        asked = AskedServer(endpoint, client)
+        engine, model = asked.engine, asked.model
         run = f"{salt}-{secrets.token_hex(8)}"
         rows = []
         for done, prompt in enumerate(prompts, 1):
@@ -179,10 +180,7 @@ def run_greedy(
                     salt=f"{run}-{done}",
                     client=client,
                 )
-                if found.in_band.cached_tokens:
-                    raise MeasurementRefused(
-                        "warm-cache", f"{found.in_band.cached_tokens} tokens came from a cache"
-                    )
+                asked.check(found, "cold")
                 tops = tuple(
                     None if top is None else checked_vector(top, top_n=top_n) for top in found.tops
                 )
@@ -198,11 +196,12 @@ def run_greedy(
             if progress is not None:
                 elapsed = time.monotonic() - began
                 progress(GreedyProgress(done, len(prompts), prompt.name, elapsed))
+        asked.prove_same(client)
         return GreedyRecord(
             schema="dsv41-greedy-1",
             run=run,
             engine=engine.name,
-            version=engine.version(endpoint.url, client=client),
+            version=asked.version,
             model=model,
             max_tokens=max_tokens,
             top_n=top_n,
@@ -322,30 +321,27 @@ def ask_prefixes(
     """Ask for the candidates after each prefix, cold, each under a fresh salt.
 
     Raises:
-        MeasurementFailed, MeasurementRefused: as in `Engine.next_token` and `checked_vector`.
+        MeasurementFailed, MeasurementRefused: as in `AskedServer`, with the prefix's number.
     """
     deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9)
-    engine = get_engine(endpoint.engine)
     with (
         ended_by(stop, deadline_ns),
         control_client(endpoint, stop=stop, deadline_ns=deadline_ns, context=context) as client,
     ):
-        model = endpoint.model or engine.models(endpoint.url, client=client)[0]
-        return [
-            checked_vector(
-                engine.next_token(
-                    endpoint.url,
-                    model,
-                    prefix,
-                    top_n,
-                    cache="cold",
-                    salt=f"{salt_prefix}-{secrets.token_hex(8)}",
-                    client=client,
-                ).top,
-                top_n=top_n,
-            )
-            for prefix in prefixes
-        ]
+        asked = AskedServer(endpoint, client)
+        tops = []
+        for number, prefix in enumerate(prefixes, 1):
+            salt = f"{salt_prefix}-{secrets.token_hex(8)}"
+            where = f"prefix {number} of {len(prefixes)}, {len(prefix)} tokens"
+            try:
+                found = asked.next_token(prefix, top_n, cache="cold", salt=salt, client=client)
+            except MeasurementRefused as error:
+                raise MeasurementRefused(error.kind, f"{where}: {error}") from None
+            except MeasurementFailed as error:
+                raise MeasurementFailed(error.kind, f"{where}: {error}") from None
+            tops.append(found.top)
+        asked.prove_same(client)
+        return tops
 
 
 def save_greedy(path: Path, record: GreedyRecord) -> str:

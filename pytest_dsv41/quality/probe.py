@@ -26,10 +26,11 @@ from typing import ClassVar, Final, Literal
 import httpx
 
 from pytest_dsv41.durable import dump_json
-from pytest_dsv41.engines import Engine, InBand, Snapshot, get_engine
+from pytest_dsv41.engines import InBand, Snapshot
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.measure.corpus import text_sha256
 from pytest_dsv41.measure.group import Endpoint, at_rest, control_client, ended_by
+from pytest_dsv41.quality.asking import AskedServer
 from pytest_dsv41.quality.kl import TOP_N, Vector, checked_vector
 from pytest_dsv41.quality.prompts import ProbePrompt
 from pytest_dsv41.quality.sealed import outside_git, read_sealed, seal_of, write_sealed
@@ -263,24 +264,22 @@ def run_probe(
         UsageError: no prompts, one twice, or a prompt with too few tokens.
         MeasurementFailed: a request did not deliver; kinds `connection`, `status`, `stopped`,
             `deadline`.
-        MeasurementRefused: kinds of `Engine.next_token` and `checked_vector`, `warm-cache`,
-            `foreign-request`, `no-counters`, `other-prompt`, `other-prompts`, `tokenize`.
+        MeasurementRefused: kinds of `AskedServer`, `foreign-request`, `no-counters`,
+            `other-prompt`, `other-prompts`, `tokenize`.
     """
     if not prompts or len({prompt.name for prompt in prompts}) != len(prompts):
         raise UsageError("a probe needs prompts, each once")
     under = conditions or Conditions()
     deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9)
-    engine = get_engine(endpoint.engine)
     started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     with (
         ended_by(stop, deadline_ns),
         control_client(endpoint, stop=stop, deadline_ns=deadline_ns, context=context) as client,
     ):
-        model = endpoint.model or engine.models(endpoint.url, client=client)[0]
+        asked = AskedServer(endpoint, client)
         run = _Run(
-            engine=engine,
+            asked=asked,
             endpoint=endpoint,
-            model=model,
             name=f"{salt}-{secrets.token_hex(8)}",
             under=under,
             top_n=top_n,
@@ -300,6 +299,7 @@ def run_probe(
         else:
             answers = run.ask_beside(pieces, context)
         in_band = [told for prompt in answers for _, told, _ in prompt]
+        asked.prove_same(client)
         if before is not None:
             run.prove_alone(client, before, in_band)
         notes = []
@@ -313,9 +313,9 @@ def run_probe(
             run=run.name,
             role=role,
             band=band,
-            engine=engine.name,
-            version=engine.version(endpoint.url, client=client),
-            model=model,
+            engine=asked.engine.name,
+            version=asked.version,
+            model=asked.model,
             top_n=top_n,
             conditions=under,
             started_utc=started,
@@ -379,9 +379,8 @@ class _Run:
     def __init__(
         self,
         *,
-        engine: Engine,
+        asked: AskedServer,
         endpoint: Endpoint,
-        model: str,
         name: str,
         under: Conditions,
         top_n: int,
@@ -391,9 +390,9 @@ class _Run:
         deadline_ns: int,
     ) -> None:
         self._deadline_ns = deadline_ns
-        self.engine = engine
+        self.asked = asked
+        self.engine = asked.engine
         self.endpoint = endpoint
-        self.model = model
         self.name = name
         self._under = under
         self._top_n = top_n
@@ -408,7 +407,7 @@ class _Run:
 
     def pieces(self, prompt: ProbePrompt, positions: int, client: httpx.Client) -> _Pieces:
         """Split a prompt as the server does."""
-        ids = self.engine.tokenize(self.endpoint.url, self.model, prompt.text, client=client)
+        ids = self.engine.tokenize(self.endpoint.url, self.asked.model, prompt.text, client=client)
         if len(ids) <= positions:
             raise UsageError(f"prompt {prompt.name}: {len(ids)} tokens; {positions + 1} needed")
         return _Pieces(
@@ -432,9 +431,7 @@ class _Run:
         salt = f"{self.name}-{secrets.token_hex(4)}" if cold else self.name
         where = f"{piece.prompt.name}, {length} tokens"
         try:
-            found = self.engine.next_token(
-                self.endpoint.url,
-                self.model,
+            found = self.asked.next_token(
                 piece.ids[:length],
                 self._top_n,
                 cache=cache,
@@ -443,10 +440,6 @@ class _Run:
                 timeout=max(0.1, (self._deadline_ns - time.monotonic_ns()) / 1e9),
                 client=client,
             )
-            top = checked_vector(found.top, top_n=self._top_n)
-            cached = found.in_band.cached_tokens
-            if cache != "warm" and cached:
-                raise MeasurementRefused("warm-cache", f"{cached} tokens came from a cache")
         except MeasurementRefused as error:
             raise MeasurementRefused(error.kind, f"{where}: {error}") from None
         except MeasurementFailed as error:
@@ -458,7 +451,8 @@ class _Run:
                 self._progress(
                     ProbeProgress(next(self._count), self._total, piece.prompt.name, elapsed)
                 )
-        return Position(piece.prompt.name, length, sha, cached, top), found.in_band, found.echoed
+        position = Position(piece.prompt.name, length, sha, found.in_band.cached_tokens, found.top)
+        return position, found.in_band, found.echoed
 
     def ask_beside(
         self, pieces: Sequence[_Pieces], context: ssl.SSLContext | None

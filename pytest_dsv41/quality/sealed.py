@@ -11,13 +11,15 @@ import json
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pytest_dsv41.durable import create_exclusive, dump_json
+from pytest_dsv41.durable import create_exclusive, dump_json, read_regular
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.text import one_line
 
 __all__ = ["outside_git", "read_sealed", "seal_of", "write_sealed"]
 
 _SEAL: Final = "sha256"
+_MOST_BYTES: Final = 256 << 20
+"""Twice what all positions with lists of 1,000 tokens take."""
 _Record = TypeVar("_Record")
 
 
@@ -59,9 +61,11 @@ def read_sealed(
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        raw = path.read_bytes()
-    except OSError as error:
+        raw = read_regular(path, _MOST_BYTES)
+    except FileNotFoundError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from pytest_dsv41.durable import read_regular
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.hosts import Host
 from pytest_dsv41.text import one_line
@@ -39,7 +40,6 @@ from pytest_dsv41.unit.unitfile import (
     split_commands,
     split_words,
 )
-from pytest_dsv41.window.source import read_regular
 
 __all__ = ["KINDS", "Checkout", "Finding", "drift", "find_drift", "load_checkout", "unregistered"]
 

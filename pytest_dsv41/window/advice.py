@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..archive import archive_head, archive_rows
 from ..archive.rows import DEFINITION
-from ..durable import dump_json, read_json_lines, write_atomic
+from ..durable import dump_json, read_json_lines, read_regular, write_atomic
 from ..errors import Dsv41Error
 from ..text import one_line
 from .deciding import judged
-from .source import read_regular
 from .spec import WindowSpec
 
 if TYPE_CHECKING:

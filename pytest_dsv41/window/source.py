@@ -11,14 +11,13 @@ import dataclasses
 import datetime
 import difflib
 import math
-import os
 import re
-import stat
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..durable import read_regular
 from ..errors import SpecError
 from ..text import one_line
 
@@ -28,7 +27,6 @@ __all__ = [
     "Source",
     "choices",
     "dotted",
-    "read_regular",
     "read_toml",
     "shown",
 ]
@@ -150,34 +148,6 @@ def read_toml(file: Path, name: str) -> tuple[dict[str, Any], Source]:
         raise SpecError(f"{label}:1: nested too deeply; at most {_MAX_DEPTH} levels") from None
     _check_plain(values, (), source)
     return values, source
-
-
-def read_regular(file: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file; a FIFO or device in its place never hangs the reader.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, is no regular file, or has more than `limit` bytes.
-    """
-    if "\0" in str(file):
-        raise ValueError("a name with a null character")
-    fd = -1
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError("not a regular file")
-        with os.fdopen(fd, "rb", closefd=False) as stream:
-            raw = stream.read(limit + 1)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    if len(raw) > limit:
-        raise ValueError(f"larger than {limit} bytes")
-    return raw
 
 
 def _invalid(label: str, text: str, message: str) -> SpecError:

@@ -31,7 +31,7 @@ from ..decision_v2 import (
     report_window,
     seeded_series,
 )
-from ..durable import dump_json
+from ..durable import dump_json, read_regular
 from ..errors import UsageError
 from ..text import counted, one_line
 from .advice import (
@@ -46,7 +46,7 @@ from .gates import judge_gates
 from .plan import Plan, PlannedItem
 from .quality import QualityVerdict
 from .schedule import layout
-from .source import read_regular, shown
+from .source import shown
 from .spec import CellUse
 from .summary import Status
 

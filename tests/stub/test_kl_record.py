@@ -147,6 +147,25 @@ def test_documents_at_a_time_and_cold_positions_give_the_same_lists(
     assert not (tmp_path / "x").exists()
 
 
+def test_a_server_that_began_anew_in_the_middle_leaves_the_recording_unfinished(
+    corpus: Path, tmp_path: Path
+) -> None:
+    with stub(round_ms=0.0, prefill_ms=0.0, perturb=0.3) as running:
+
+        def at(done: int, _total: int) -> None:
+            if done == 3:
+                running.faults("/metrics:metrics-restart")
+
+        where = endpoint(running)
+        plan = corpus_plan(
+            corpus, lambda text: get_engine("vllm").tokenize(where.url, where.model, text)
+        )
+        with pytest.raises(MeasurementRefused) as refused:
+            record_topk(where, plan, tmp_path / "ref", deadline_s=60, progress=at)
+    assert refused.value.kind == "reset"
+    assert not (tmp_path / "ref" / "topk.json").exists()
+
+
 @pytest.mark.parametrize("concurrency", [1, 2])
 def test_a_stopped_recording_is_unfinished_and_the_next_one_takes_it_over(
     served: Serving, corpus: Path, tmp_path: Path, concurrency: int

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -317,6 +317,21 @@ def test_a_server_without_counters_is_asked_only_where_others_are_allowed() -> N
         run_probe(
             endpoint(running), PROMPTS, deadline_s=20, conditions=Conditions(others="allowed")
         )
+
+
+@pytest.mark.parametrize("others", ["none", "allowed"])
+def test_a_server_that_began_anew_in_the_middle_refuses_the_probe(
+    others: Literal["none", "allowed"],
+) -> None:
+    with stub(round_ms=0.0, prefill_ms=0.0, perturb=0.3) as running:
+
+        def at(now: ProbeProgress) -> None:
+            if now.done == 12:
+                running.faults("/metrics:metrics-restart")
+
+        with pytest.raises(MeasurementRefused) as refused:
+            probe(running, progress=at, conditions=Conditions(others=others))
+        assert refused.value.kind == "reset"
 
 
 def test_other_positions_than_the_bands_are_refused_before_anything_is_asked(

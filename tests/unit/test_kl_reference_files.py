@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -21,8 +22,11 @@ from pytest_dsv41.quality.reference import (
     KldRecording,
     KldWriter,
     convert,
+    corpus_plan,
     fingerprint,
     open_recording,
+    read_receipt,
+    read_report,
     score,
     verify,
 )
@@ -454,6 +458,16 @@ BASES: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "token": (
         lambda raw: raw[:20] + struct.pack("<i", 77) + raw[24:], "tokens", "token 0 is 77",
     ),
+    # Terabytes of tokens, or a thousand million documents, that only the header claims.
+    "a header's context": (
+        lambda raw: raw[:8] + struct.pack("<i", 2**31 - 1) + raw[12:], "size", "too short",
+    ),
+    "a header's chunks": (
+        lambda raw: raw[:16] + struct.pack("<i", 2**31 - 1) + raw[20:], "size", "too short",
+    ),
+    "a header of ones": (
+        lambda raw: raw[:8] + struct.pack("<iii", *3 * [2**31 - 1]) + raw[20:], "size", "too short",
+    ),
 }  # fmt: skip
 
 
@@ -510,3 +524,33 @@ def test_a_base_file_becomes_a_reference_that_says_no_more_than_it(tmp_path: Pat
     # As a reference it gives what the base file itself gives.
     other = BaseFile(write_base(tmp_path / "b.base", CHUNKS, draw(6, BASE_DOCS, 400, 6.0)))
     np.testing.assert_allclose(score(made, other).kl, score(base, other).kl, rtol=2e-3)
+
+
+# -- pipes and devices in a file's place -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["kld.json", "tokens.i32", "logp.f16", "top.bin", "rows.f32"])
+def test_a_pipe_in_a_files_place_is_refused_and_never_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(MeasurementRefused, match=f"{name}: not a regular file"):
+        open_recording(folder)
+
+
+def test_what_never_ends_or_never_begins_is_no_input(tmp_path: Path, folder: Path) -> None:
+    pipe, endless = tmp_path / "pipe", tmp_path / "endless"
+    os.mkfifo(pipe)
+    endless.symlink_to("/dev/zero")
+    base = write_base(tmp_path / "a.base", CHUNKS, draw(5, BASE_DOCS, 40))
+    for path in (pipe, endless):
+        for call in (
+            lambda path=path: BaseFile(path),
+            lambda path=path: read_report(path),
+            lambda path=path: corpus_plan(path, lambda _: [1, 2]),
+            lambda path=path: convert(BaseFile(base), tmp_path / "new", path),
+        ):
+            with pytest.raises((MeasurementRefused, UsageError), match="not a regular file"):
+                call()
+        with pytest.raises(MeasurementRefused, match="receipt"):
+            read_receipt(path)
+    assert not (tmp_path / "new").exists()

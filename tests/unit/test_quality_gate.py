@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -407,6 +408,14 @@ def test_other_files_are_no_band(tmp_path: Path, text: str) -> None:
         load_band(path)
     with pytest.raises(UsageError, match="No such file"):
         load_band(tmp_path / "nothing.json")
+
+
+def test_a_pipe_or_a_device_is_no_band_and_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    for name in ("pipe", "endless"):
+        with pytest.raises(UsageError, match=f"{name}: not a regular file"):
+            load_band(tmp_path / name)
 
 
 # ---- the whole -------------------------------------------------------------------------------

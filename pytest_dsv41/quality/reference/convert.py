@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pytest_dsv41.errors import UsageError
 from pytest_dsv41.quality.reference.kld import KldWriter
 from pytest_dsv41.quality.reference.llamacpp import BaseFile
 from pytest_dsv41.quality.reference.manifest import Manifest, fingerprint
@@ -28,9 +29,11 @@ def convert(
     known of them; a next token among them has the floor's negative log-likelihood.
 
     Raises:
-        UsageError: the folder holds something, or the disk has no room.
+        UsageError: the folder holds something, the disk has no room, or `text` is no file.
         MeasurementRefused: the base file is damaged.
     """
+    if text.exists() and not text.is_file():
+        raise UsageError(f"{text}: not a regular file")
     with text.open("rb") as lines:
         corpus = fingerprint(lines)
     documents = []

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pytest_dsv41.durable import read_regular
 from pytest_dsv41.errors import MeasurementRefused
 from pytest_dsv41.quality.reference.manifest import utc_now
 from pytest_dsv41.quality.reference.report import read_report, rows_path
@@ -16,6 +17,7 @@ from pytest_dsv41.quality.reference.report import read_report, rows_path
 __all__ = ["RECEIPT", "Check", "Limits", "Receipt", "judge", "left_shape", "read_receipt"]
 
 RECEIPT: Final = "dsv41-kl-gate-1"
+_MOST_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
         MeasurementRefused: kind `receipt`: there is none.
     """
     try:
-        receipt = json.loads(path.read_bytes())
+        receipt = json.loads(read_regular(path, _MOST_BYTES))
         if receipt["schema"] != RECEIPT or not isinstance(receipt["shape"], dict):
             raise KeyError
     except (OSError, ValueError, RecursionError, KeyError, TypeError):

@@ -53,6 +53,8 @@ class BaseFile(Dense):
 
     def __init__(self, path: Path, *, model: str = "", source: str = "") -> None:
         self.path = path
+        if path.exists() and not path.is_file():
+            raise MeasurementRefused("format", f"{path}: not a regular file: no base file")
         try:
             with path.open("rb") as file:
                 head = file.read(_HEAD.size)
@@ -70,26 +72,17 @@ class BaseFile(Dense):
                         f"{path}: a context of {n_ctx}, {n_vocab} tokens and {chunks} chunks: "
                         "at least 3, 1 and 1 are needed",
                     )
+                first = n_ctx // 2
+                self.rows = chunks * (n_ctx - 1 - first)
+                self.start = _HEAD.size + 4 * n_ctx * chunks
+                self.row_bytes = _row_bytes(path, size, n_vocab, self.start, self.rows)
                 self.tokens = np.fromfile(file, "<i4", n_ctx * chunks)
         except FileNotFoundError:
             raise MeasurementRefused("missing", f"{path}: is missing") from None
-        first = n_ctx // 2
         self.model = model or path.stem
         self.corpus = ""
         self.n_vocab = n_vocab
         self.documents = lay_out((source, n_ctx, first) for _ in range(chunks))
-        self.rows = chunks * (n_ctx - 1 - first)
-        self.start = _HEAD.size + 4 * n_ctx * chunks
-        widths = {n_vocab + n_vocab % 2, n_vocab}
-        sizes = {self.start + self.rows * (_ROW_HEAD + 2 * width): width for width in widths}
-        if size not in sizes:
-            how = "short" if size < min(sizes) else "long"
-            raise MeasurementRefused(
-                "size",
-                f"{path}: {size} bytes, too {how}: {self.rows} rows of {n_vocab} tokens make "
-                f"{max(sizes)}",
-            )
-        self.row_bytes = _ROW_HEAD + 2 * sizes[size]
         # What the floor hides is left out, and each value is rounded to half a scale.
         self.slack = (0.01 + n_vocab * float(np.exp(-16.0)), 0.01)
         self.check_tokens(path)
@@ -98,6 +91,19 @@ class BaseFile(Dense):
     def reader(self) -> Reader:
         """See `Dense.reader`."""
         return _BaseReader(self)
+
+
+def _row_bytes(path: Path, size: int, n_vocab: int, start: int, rows: int) -> int:
+    """What a row takes in a file of `size` bytes; before anything is read that a header claims."""
+    widths = {n_vocab + n_vocab % 2, n_vocab}
+    sizes = {start + rows * (_ROW_HEAD + 2 * width): width for width in widths}
+    if size not in sizes:
+        how = "short" if size < min(sizes) else "long"
+        raise MeasurementRefused(
+            "size",
+            f"{path}: {size} bytes, too {how}: {rows} rows of {n_vocab} tokens make {max(sizes)}",
+        )
+    return _ROW_HEAD + 2 * sizes[size]
 
 
 @dataclass(frozen=True)

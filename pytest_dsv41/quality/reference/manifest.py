@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pytest_dsv41.durable import read_regular
 from pytest_dsv41.errors import MeasurementRefused
 from pytest_dsv41.text import one_line
 
@@ -166,16 +167,15 @@ class Manifest:
         if not path.parent.is_dir():
             raise MeasurementRefused("missing", f"{path.parent}: there is no such folder")
         try:
-            with path.open("rb") as file:
-                raw = file.read(_MOST_BYTES + 1)
+            raw = read_regular(path, _MOST_BYTES)
         except FileNotFoundError:
             raise MeasurementRefused(
                 "unfinished",
                 f"{path.parent}: has no {path.name}: not a {format_name} recording, or one that "
                 "did not end",
             ) from None
-        if len(raw) > _MOST_BYTES:
-            raise MeasurementRefused("manifest", f"{path}: larger than {_MOST_BYTES} bytes")
+        except ValueError as error:
+            raise MeasurementRefused("manifest", f"{path}: {error}") from None
         try:
             fields = json.loads(raw)
         except (ValueError, RecursionError):

@@ -22,10 +22,10 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_dsv41.engines import Engine, get_engine
 from pytest_dsv41.errors import MeasurementFailed, MeasurementRefused, UsageError
 from pytest_dsv41.measure.group import Endpoint, control_client, ended_by
-from pytest_dsv41.quality.kl import TOP_N, Vector, checked_vector
+from pytest_dsv41.quality.asking import AskedServer
+from pytest_dsv41.quality.kl import TOP_N, Vector
 from pytest_dsv41.quality.reference.kld import KldRecording
 from pytest_dsv41.quality.reference.manifest import Manifest, fingerprint
 from pytest_dsv41.quality.reference.recording import Recording
@@ -62,6 +62,8 @@ def corpus_plan(path: Path, tokenize: Callable[[str], Sequence[int]]) -> Plan:
         UsageError: a line is none, or leaves nothing to score; the message is `file:line: …`.
     """
     documents = []
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: not a regular file: it is read twice")
     with path.open("rb") as lines:
         corpus = fingerprint(lines)
         lines.seek(0)
@@ -158,28 +160,27 @@ def record_topk(
         UsageError: a setting is none, or the folder cannot be used.
         MeasurementFailed: a request did not deliver; kinds `connection`, `status`, `stopped`,
             `deadline`.
-        MeasurementRefused: kinds of `Engine.next_token` and `checked_vector`, `warm-cache`.
+        MeasurementRefused: kinds of `AskedServer`.
     """
     if cache not in ("cached", "cold"):
         raise UsageError(f"cache {one_line(cache, 40)!r}: valid: cached, cold")
     if not 1 <= concurrency <= 256 or not 1 <= top_n <= 1000:
         raise UsageError("valid: a concurrency of 1 to 256, lists of 1 to 1000 tokens")
     deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9)
-    engine = get_engine(endpoint.engine)
     with (
         ended_by(stop, deadline_ns),
         control_client(endpoint, stop=stop, deadline_ns=deadline_ns, context=context) as client,
     ):
-        model = endpoint.model or engine.models(endpoint.url, client=client)[0]
+        server = AskedServer(endpoint, client)
         facts = {
-            "engine": engine.name,
-            "version": engine.version(endpoint.url, client=client),
+            "engine": server.engine.name,
+            "version": server.version,
             "conditions": {"cache": cache, "concurrency": concurrency},
         }
-        run = _Run(endpoint, engine, model, top_n, cache, plan.rows, progress)
+        run = _Run(server, top_n, cache, plan.rows, progress)
         writer = TopkWriter(
             folder,
-            model=model,
+            model=server.model,
             corpus=plan.corpus,
             corpus_fnv1a64=plan.corpus_fnv1a64,
             top_n=top_n,
@@ -212,6 +213,7 @@ def record_topk(
                     # What ended the recording is said, not that it ended the others.
                     raise run.first from None
                 raise
+            server.prove_same(client)
             return writer.finish(*(() if run.echoed else (_UNPROVED,)))
 
 
@@ -220,9 +222,7 @@ class _Run:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        engine: Engine,
-        model: str,
+        server: AskedServer,
         top_n: int,
         cache: str,
         total: int,
@@ -232,9 +232,7 @@ class _Run:
         self.over = threading.Event()
         self.first: BaseException | None = None
         self.echoed = True
-        self._endpoint = endpoint
-        self._engine = engine
-        self._model = model
+        self._server = server
         self._top_n = top_n
         self._cold = cache == "cold"
         self._salt = f"kl-{secrets.token_hex(8)}"
@@ -266,20 +264,9 @@ class _Run:
         salt = f"{self._salt}-{len(prefix)}-{number}" if self._cold else f"{self._salt}-{number}"
         where = f"document {number}, {len(prefix)} tokens"
         try:
-            found = self._engine.next_token(
-                self._endpoint.url,
-                self._model,
-                prefix,
-                self._top_n,
-                cache=cache,
-                salt=salt,
-                client=client,
+            found = self._server.next_token(
+                prefix, self._top_n, cache=cache, salt=salt, client=client
             )
-            if cache != "warm" and found.in_band.cached_tokens:
-                raise MeasurementRefused(
-                    "warm-cache", f"{found.in_band.cached_tokens} tokens came from a cache"
-                )
-            vector = checked_vector(found.top, top_n=self._top_n)
         except MeasurementRefused as error:
             raise MeasurementRefused(error.kind, f"{where}: {error}") from None
         except MeasurementFailed as error:
@@ -289,4 +276,4 @@ class _Run:
             self._done += 1
             if self._progress is not None:
                 self._progress(self._done, self._total)
-        return vector
+        return found.top

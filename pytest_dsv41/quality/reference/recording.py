@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from abc import ABC
 from pathlib import Path
 
@@ -95,11 +96,16 @@ def check_same(reference: Recording, candidate: Recording) -> None:
 
 
 def sized(path: Path, size: int, what: str) -> None:
-    """Refuse a file that is not there (kind `missing`) or not of exactly `size` bytes (`size`)."""
+    """Refuse a file that is not there (kind `missing`) or not one of exactly `size` bytes (`size`).
+
+    Also a pipe or a device in its place, which would never end or never begin.
+    """
     try:
         found = path.stat()
     except FileNotFoundError:
         raise MeasurementRefused("missing", f"{path}: is missing") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise MeasurementRefused("size", f"{path}: not a regular file")
     if found.st_size != size:
         how = "short" if found.st_size < size else "long"
         raise MeasurementRefused(

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_dsv41.durable import create_exclusive
+from pytest_dsv41.durable import create_exclusive, read_regular
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.quality.reference.manifest import Document, utc_now
 from pytest_dsv41.quality.reference.score import Scores
@@ -124,8 +124,13 @@ def read_report(path: Path) -> tuple[dict[str, Any], Scores]:
             not as many as its positions), `rows` (they give another total).
     """
     try:
-        with path.open("rb") as file:
-            report = json.loads(file.read(_MOST_BYTES))
+        raw = read_regular(path, _MOST_BYTES)
+    except FileNotFoundError:
+        raise MeasurementRefused("missing", f"{path}: is missing") from None
+    except ValueError as error:
+        raise MeasurementRefused("report", f"{path}: {error}") from None
+    try:
+        report = json.loads(raw)
         all_rows = report["all"]
         stated = {
             "all.kld.mean": all_rows["kld"]["mean"],
@@ -136,8 +141,6 @@ def read_report(path: Path) -> tuple[dict[str, Any], Scores]:
         }
         positions = all_rows["positions"]
         named = [report[key] for key in ("model", "reference", "ref_dir", "corpus", "created")]
-    except FileNotFoundError:
-        raise MeasurementRefused("missing", f"{path}: is missing") from None
     except (ValueError, RecursionError):
         raise MeasurementRefused("report", f"{path}: is not JSON") from None
     except (KeyError, TypeError) as error:
