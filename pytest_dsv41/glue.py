@@ -293,9 +293,10 @@ class WindowPlugin:
             return []
         estimate = self.plan.estimate
         held = estimate.down_s > 0
+        starts = " and the starts" if estimate.starts_s is None else ""
         return [
-            f"window: seed {self.plan.seed}, about {_minutes(estimate.total_s)}"
-            + (f", production down for about {_minutes(estimate.down_s)}" if held else "")
+            f"window: seed {self.plan.seed}, about {_minutes(estimate.total_s)}{starts}"
+            + (f", production down for about {_minutes(estimate.down_s)}{starts}" if held else "")
         ]
 
     def _prompts(self) -> dict[str, str]:

@@ -64,7 +64,7 @@ def _judge(claim: ClaimUse, plan: Plan, values: Sequence[Mapping[str, Any]]) -> 
     found = win2_repeats(before, after, lower_is_better=False, paired=False)
     change, low, high = (float(x[0]) for x in (found.gain, found.low, found.high))
     held, falsified = _answers(claim.direction, claim.threshold, low, high)
-    seen = f"{change:+.1%}, between {low:+.1%} and {high:+.1%}"
+    seen = f"{100 * change:+.1f} %, between {100 * low:+.1f} % and {100 * high:+.1f} %"
     answer, reason = "NOT RESOLVABLE", f"{seen}: the threshold lies inside the noise"
     if held or falsified:
         answer, reason = ("HELD" if held else "FALSIFIED"), seen

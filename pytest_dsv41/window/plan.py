@@ -24,6 +24,7 @@ from .deciding import check_deciding, in_pairs, is_seeded, profile_of
 from .schedule import Start, layout
 from .source import choices, shown
 from .spec import PILOT_CELL, WindowSpec
+from .summary import claimed
 
 __all__ = [
     "Estimate",
@@ -628,9 +629,10 @@ def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
         lines += ["", "claims, judged when it ends:"]
         for claim in window.claims:
             lines += _wrapped(
-                f"{one_line(claim.text, 2000)} ({claim.cell}, "
+                f"{one_line(claim.text, 2000)} "
+                f"({claim.cell}/{claim.metric or plan.primary(claim.cell)}, "
                 f"{claim.from_arm or window.control.name} to {claim.to_arm}: "
-                f"{claim.direction} {claim.threshold:.1%})",
+                f"{claimed(claim.direction, claim.threshold)})",
                 "  ",
             )
     registered = {MODERATED: window.advice.moderated, WIDENED: window.advice.widened_aa}
@@ -648,6 +650,7 @@ def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
         + (f"{estimate.seam_s:.0f} s for start B, " if window.pilot else "")
         + f"{estimate.watch_s:.0f} s watch",
         f"production down: about {_minutes(estimate.down_s)}"
+        + (" and the starts" if estimate.down_s and estimate.starts_s is None else "")
         + (" (this target holds nothing)" if window.target.kind == "endpoints" else ""),
         f"deadline of the window: {_minutes(estimate.window_s)}",
     ]

@@ -322,6 +322,12 @@ class RuleAnswer(_Part):
         return self.answer == "REFUSE"
 
 
+def claimed(direction: str, threshold: float) -> str:
+    """Say what a claim expects of a metric, in words."""
+    size = f"{100 * threshold:g} %"
+    return f"within {size} either way" if direction == "flat" else f"{direction} {size} or more"
+
+
 class ClaimInfo(_Part):
     """A claim that was registered before the window, and what became of it. Fractions."""
 
@@ -351,7 +357,7 @@ class ClaimInfo(_Part):
         """The claim and its answer, in one line."""
         return (
             f"{self.answer}: {self.text} ({self.cell}/{self.metric}, {self.from_arm} to "
-            f"{self.to_arm}, {self.direction} {self.threshold:.1%}): {self.reason}"
+            f"{self.to_arm}: {claimed(self.direction, self.threshold)}): {self.reason}"
         )
 
 

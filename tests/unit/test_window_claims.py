@@ -117,8 +117,9 @@ def test_what_was_not_measured_is_not_resolvable(tmp_path: Path) -> None:
 
 def test_a_claim_is_part_of_the_plan(tmp_path: Path) -> None:
     plan = plan_with(tmp_path)
-    assert "the slab is a threshold (prefill-b1, control to c1: flat 3.0%)" in " ".join(
-        render_plan(plan).split()
+    assert (
+        "the slab is a threshold (prefill-b1/ttft_ms, control to c1: within 3 % either way)"
+        in " ".join(render_plan(plan).split())
     )
     assert plan.digest != plan_with(tmp_path, "flat", "0.05").digest
     assert plan.digest == plan_with(tmp_path, text="in other words").digest

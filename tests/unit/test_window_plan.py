@@ -238,7 +238,7 @@ def test_the_printed_plan_is_plain_and_names_what_runs(tmp_path: Path) -> None:
         "  decode-b1  decides, single, about 0.5 s a repeat",
         "    primary ms_per_round, guards accepted_per_round",
         "    primary ttft_ms, guards none",
-        "production down: about 9 s",
+        "production down: about 9 s and the starts",
     ):
         assert line in text.splitlines()
     joined = " ".join(text.split())
