@@ -688,7 +688,13 @@ class SystemdUnitTarget:
         """Every arm's variant can be written, and the paths that it names are there."""
         for arm in self._arms:
             try:
-                variant(env_file, arm.env, header="", where=self._table.env_file)
+                variant(
+                    env_file,
+                    arm.env,
+                    header="",
+                    where=self._table.env_file,
+                    sourced=bool(self._table.env_var),
+                )
             except UsageError as error:
                 raise RefusedByWorld(f"arms.{arm.name}.env: {error}") from error
             for name, value in arm.env.items():
@@ -821,6 +827,7 @@ class SystemdUnitTarget:
             arm.env,
             header=f"{_HEADER}{self._context.window_id}, {start}",
             where=self._table.env_file,
+            sourced=bool(self._table.env_var),
         )
         given = f"Environment={self._table.env_var}={path}"
         lines = [

@@ -1,7 +1,8 @@
-"""Environment files, as systemd reads them and as a shell sources them: some values changed.
+"""Environment files, as systemd reads them or as a shell sources them: some values changed.
 
 Only the line that assigns a name is written anew; every other byte stays, comments included.
-Written is what both readers understand alike: a plain word, or one in single quotes.
+Written is what both readers understand alike: a plain word, or one in single quotes. Where a line
+begins is the reader's own business: a quote or a backslash carries a value over to the next one.
 """
 
 from __future__ import annotations
@@ -38,21 +39,29 @@ def check_changes(changes: Mapping[str, str], where: str) -> None:
             )
 
 
-def variant(data: bytes, changes: Mapping[str, str], *, header: str, where: str) -> bytes:
+def variant(
+    data: bytes, changes: Mapping[str, str], *, header: str, where: str, sourced: bool
+) -> bytes:
     """Return the file's bytes with `header` as its first line and `changes` in place.
 
-    A name that the file does not assign is added at its end. `where` names the file in messages.
+    A name that the file does not assign is added at its end. `sourced`: a shell reads the file;
+    else systemd does. `where` names the file in messages.
 
     Raises:
-        UsageError: the file assigns one of the names twice, or over several lines.
+        UsageError: the file assigns one of the names twice, or over several lines; or one has to be
+            added, and the file's last line is not closed.
     """
     check_changes(changes, "env")
     lines = data.split(b"\n")
+    text = data.decode("latin-1")
+    begins = _begun_in_a_shell(text) if sourced else _begun_in_systemd(text)
+    export = rb"(export\s+)?" if sourced else rb"()"
     added: list[bytes] = []
     for name, value in changes.items():
-        assign = re.compile(rb"\s*(export\s+)?" + name.encode() + rb"=")
-        found = [number for number, line in enumerate(lines) if assign.match(line)]
-        written = f"{name}={value if _PLAIN.fullmatch(value) else _quoted(value)}".encode()
+        assign = re.compile(rb"\s*" + export + name.encode() + rb"=")
+        found = [n for n, line in enumerate(lines) if begins[n] and assign.match(line)]
+        word = value if _PLAIN.fullmatch(value) else f"'{value}'"
+        written = f"{name}={word}".encode()
         if not found:
             added.append(written)
             continue
@@ -61,37 +70,74 @@ def variant(data: bytes, changes: Mapping[str, str], *, header: str, where: str)
                 f"{where}:{found[1] + 1}: {name} is assigned here and in line {found[0] + 1}; "
                 "an arm that changes it needs one assignment"
             )
-        match = assign.match(lines[found[0]])
-        assert match is not None
-        if not _whole(lines[found[0]][match.end() :]):
+        if not begins[found[0] + 1]:
             raise UsageError(
                 f"{where}:{found[0] + 1}: {name} goes on over several lines; an arm that changes "
                 "it needs it on one"
             )
+        match = assign.match(lines[found[0]])
+        assert match is not None
         lines[found[0]] = (b"export " if match[1] else b"") + written
     body = b"\n".join(lines)
+    if added and not begins[-1]:
+        raise UsageError(
+            f"{where}:{len(lines)}: the file ends in an open quote or a backslash; an arm that "
+            "adds a variable needs its last line closed"
+        )
     if added:
         body += (b"" if not body or body.endswith(b"\n") else b"\n") + b"\n".join(added) + b"\n"
     return f"# {header}\n".encode() + body
 
 
-def _quoted(value: str) -> str:
-    return f"'{value}'"
+def _begun_in_a_shell(text: str) -> list[bool]:
+    """Whether each line begins a command; last, whether one could be added at the end."""
+    begins, state, word = [True], "", False
+    for char in text:
+        ends = char == "\n" and state in ("", "#")
+        if ends:
+            state, word = "", False
+        elif state.endswith("\\"):
+            state, word = state[:-1], True
+        elif char == "\\" and state in ("", '"'):
+            state += char
+        elif state in ("'", '"'):
+            state, word = ("", True) if char == state else (state, word)
+        elif not state and char in "'\"":
+            state = char
+        elif not state and char == "#" and not word:
+            state = char
+        else:
+            word = char not in " \t;&|()"
+        if char == "\n":
+            begins.append(ends)
+    return [*begins, state in ("", "#")]
 
 
-def _whole(value: bytes) -> bool:
-    """Whether an assignment's value ends on its line: no open quote, no backslash at its end."""
-    quote = b""
-    index = 0
-    while index < len(value):
-        char = value[index : index + 1]
-        if char == b"\\" and quote != b"'":
-            if index + 1 == len(value):
-                return False
-            index += 1
-        elif quote and char == quote:
-            quote = b""
-        elif not quote and char in (b"'", b'"'):
-            quote = char
-        index += 1
-    return not quote
+_CLOSED: Final = ("", "key", "=", "value", "#")
+
+
+def _begun_in_systemd(text: str) -> list[bool]:
+    """Whether each line begins an assignment; last, whether one could be added at the end.
+
+    A backslash carries a comment over to the next line too (before systemd 254).
+    """
+    begins, state = [True], ""
+    for char in text:
+        ends = char in "\n\r" and state in _CLOSED
+        if ends:
+            state = ""
+        elif state == "":
+            state = "#" if char in "#;" else state if char in " \t" else "key"
+        elif state == "key":
+            state = "=" if char == "=" else state
+        elif state.endswith("\\"):
+            state = state[:-1]
+        elif char == "\\" and state != "'":
+            state = ("value" if state == "=" else state) + char
+        elif state == "=":
+            state = char if char in "'\"" else state if char in " \t" else "value"
+        elif state in ("'", '"') and char == state:
+            state = "="
+        if char == "\n":
+            begins.append(ends)
+    return [*begins, state in _CLOSED]

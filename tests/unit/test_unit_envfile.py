@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.unit.envfile import variant
+from pytest_dsv41.unit.unitfile import parse_environment_file
 
 NAMES = st.sampled_from(["A", "KV", "KV_TYPE", "_X", "MODEL_FILE"])
 VALUES = st.text(
@@ -21,8 +22,9 @@ OTHER = st.sampled_from(
 )
 
 
-def changed(text: str, changes: dict[str, str]) -> str:
-    return variant(text.encode(), changes, header="h", where="serve.env").decode()
+def changed(text: str, changes: dict[str, str], *, sourced: bool = True) -> str:
+    done = variant(text.encode(), changes, header="h", where="serve.env", sourced=sourced)
+    return done.decode()
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,3 +86,64 @@ def test_what_two_readers_could_take_for_different_things_is_refused(
 def test_a_value_over_several_lines_may_stay() -> None:
     text = "LONG='1\n2'\nKV=f16\n"
     assert changed(text, {"KV": "q8_0"}) == "# h\nLONG='1\n2'\nKV=q8_0\n"
+
+
+# Each as it is read: what of it is an assignment of KV, and what only looks like one.
+FILES = [
+    "LONG='1\nKV=no\n2'\nKV=f16\n",
+    'LONG="1\nKV=no\n\\"2"\nKV=f16\n',
+    "LONG=1\\\nKV=no\nKV=f16\n",
+    "OTHER=1 # the model's own\nKV=f16\n",
+    "OTHER=it's\nKV=f16\n# don't\n",
+    "; an old one's\nKV=f16\n",
+    "KV=f16 # it's small\nOTHER=1\n",
+    "KV=f16\r\nOTHER=1\r\n",
+    "KV='f16'\nOTHER='\u00fcber \u2028 x'",
+    "OTHER=a#'b\nKV=f16\n'\n",
+    "OTHER=1",
+    "LONG='1\nKV=no\n2'",
+    "LONG='1\nKV=no\n",
+    "LONG=1\\",
+    "# a comment's backslash \\\nKV=f16\n",
+]
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_systemd_reads_the_change_and_everything_else_as_it_was(text: str) -> None:
+    before = parse_environment_file(text.encode())
+    try:
+        after = parse_environment_file(changed(text, {"KV": "q8_0"}, sourced=False).encode())
+    except UsageError as error:
+        # Only what cannot be closed is refused.
+        assert parse_environment_file(f"{text}\nKV=q8_0\n".encode()).get("KV") != "q8_0"
+        assert "needs its last line closed" in str(error)
+    else:
+        assert after == before | {"KV": "q8_0"}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_shell_reads_the_change_and_everything_else_as_it_was(text: str) -> None:
+    before = sourced(text)
+    try:
+        after = sourced(changed(text, {"KV": "q8_0"}))
+    except UsageError as error:
+        assert (sourced(f"{text}\nKV=q8_0\n") or {}).get("KV") != "q8_0"
+        assert "line" in str(error)
+    else:
+        assert before is not None
+        assert after == before | {"KV": "q8_0"}
+
+
+def sourced(text: str) -> dict[str, str] | None:
+    """What a shell that sources the text has of our names; None where it cannot read it."""
+    done = subprocess.run(
+        ["sh", "-c", "set -ae; . /dev/stdin; exec env -0"],
+        input=text.encode(),
+        capture_output=True,
+        env={"PATH": "/usr/bin:/bin"},
+        check=False,
+    )
+    if done.returncode:
+        return None
+    read = dict(word.partition("=")[::2] for word in done.stdout.decode().split("\0") if word)
+    return {name: value for name, value in read.items() if name in ("KV", "LONG", "OTHER")}
