@@ -102,9 +102,7 @@ def _begun_in_a_shell(text: str) -> list[bool]:
             state += char
         elif state in ("'", '"'):
             state, word = ("", True) if char == state else (state, word)
-        elif not state and char in "'\"":
-            state = char
-        elif not state and char == "#" and not word:
+        elif not state and (char in "'\"" or (char == "#" and not word)):
             state = char
         else:
             word = char not in " \t;&|()"

@@ -113,10 +113,9 @@ def test_systemd_reads_the_change_and_everything_else_as_it_was(text: str) -> No
     before = parse_environment_file(text.encode())
     try:
         after = parse_environment_file(changed(text, {"KV": "q8_0"}, sourced=False).encode())
-    except UsageError as error:
+    except UsageError:
         # Only what cannot be closed is refused.
         assert parse_environment_file(f"{text}\nKV=q8_0\n".encode()).get("KV") != "q8_0"
-        assert "needs its last line closed" in str(error)
     else:
         assert after == before | {"KV": "q8_0"}
 
@@ -126,9 +125,8 @@ def test_a_shell_reads_the_change_and_everything_else_as_it_was(text: str) -> No
     before = sourced(text)
     try:
         after = sourced(changed(text, {"KV": "q8_0"}))
-    except UsageError as error:
+    except UsageError:
         assert (sourced(f"{text}\nKV=q8_0\n") or {}).get("KV") != "q8_0"
-        assert "line" in str(error)
     else:
         assert before is not None
         assert after == before | {"KV": "q8_0"}
