@@ -1,5 +1,7 @@
 """Files that survive a kill: atomic writes, exclusive creation, synced appends, and a lock.
 
+And a read that no FIFO, device or endless file in a file's place can hold up.
+
 An acknowledged write is on disk: the file is synced before it gets its name, the folder after
 (SAFETY, "Rules that follow"). After a failed fsync nothing is retried on the same descriptor.
 """
@@ -142,14 +144,17 @@ def _named(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _temporary(path: Path, data: bytes, mode: int = _MODE) -> Iterator[Path]:
+def _temporary(path: Path, data: bytes, like: os.stat_result | None = None) -> Iterator[Path]:
     """Write `data`, synced, to a new file beside `path`; gone again on leaving."""
     temp = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
     try:
         try:
-            if mode != _MODE:
-                os.fchmod(fd, mode)
+            if like is not None:
+                # Only root can give a file away; to anybody else it is his own already.
+                with contextlib.suppress(PermissionError):
+                    os.fchown(fd, like.st_uid, like.st_gid)
+                os.fchmod(fd, stat.S_IMODE(like.st_mode))
             with _named(path):
                 _write_all(fd, data)
                 os.fsync(fd)
@@ -161,13 +166,13 @@ def _temporary(path: Path, data: bytes, mode: int = _MODE) -> Iterator[Path]:
             temp.unlink()
 
 
-def write_atomic(path: Path, data: bytes | str, *, mode: int = _MODE) -> None:
+def write_atomic(path: Path, data: bytes | str, *, like: os.stat_result | None = None) -> None:
     """Replace `path` by `data`: readers see the old bytes or the new ones, never a part.
 
-    `mode` is the new file's permissions; by default its owner's alone.
+    The new file has the owner and the permissions of `like`; by default it is its owner's alone.
     """
     raw = data.encode() if isinstance(data, str) else data
-    with _temporary(path, raw, mode) as temp:
+    with _temporary(path, raw, like) as temp:
         temp.rename(path)
         fsync_folder(path.parent)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from fractions import Fraction
 from pathlib import Path
 
 from ..text import counted
+from .arguments import new_file
 
 HELP = "which experts are kept whole, from their Grams; and into a recipe with them"
 
@@ -41,9 +43,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _fraction(text: str) -> Fraction:
-    value = Fraction(text)
+    # No exponent: 1e9999999 is a number of as many digits.
+    form = re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,12}|/0*[1-9][0-9]{0,8})?", text)
+    value = Fraction(text) if form else Fraction()
     if value <= 0:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r}: valid: above 0, such as 0.03 or 3/100")
     return value
 
 
@@ -58,6 +62,8 @@ def _derive(args: argparse.Namespace) -> int:
     from ..payload.grams import read_grams
     from ..payload.shown import Shown
 
+    if args.out is not None:
+        new_file(args.out, "a derivation is never overwritten")
     with Shown(sys.stderr) as show:
         grams, others = read_grams(
             args.folder,
@@ -79,7 +85,8 @@ def _derive(args: argparse.Namespace) -> int:
     )
     for title, layers in (("empty layers", found.empty), ("layers without Grams", gaps)):
         if layers:
-            print(f"{title}: {', '.join(map(str, layers))}")
+            more = f" and {len(layers) - 64} more" if len(layers) > 64 else ""
+            print(f"{title}: {', '.join(map(str, layers[:64]))}{more}")
     print(f"{'layer':>5} {'expert':>6} {'rank':>4} {'energy':>8} {'routing':>8}  why")
     for p in found.ranked():
         print(

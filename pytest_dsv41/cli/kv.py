@@ -98,14 +98,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_ledger(path: Path, dialect: str) -> Ledger:
-    from ..durable import read_regular
     from ..unit.memory import parse_ledger
+    from ..window.source import read_input
 
-    try:
-        raw = read_regular(path, _MOST_BYTES)
-    except (FileNotFoundError, ValueError) as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error
-        raise UsageError(f"{path}: {reason}") from None
+    raw = read_input(path, _MOST_BYTES)
     return parse_ledger(raw.decode("utf-8", "replace"), dialect)
 
 

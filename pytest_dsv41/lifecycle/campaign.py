@@ -72,12 +72,12 @@ def keep_in_units(campaign: Path) -> Path:
         return path
     if "keeper_units" in settings.model_fields_set:
         raise UsageError(f"{path}: it says keeper_units = false; change it there")
-    text, mode = "", 0o600
+    text, like = "", None
     if path.exists():
-        text, mode = path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777
+        text, like = path.read_text(encoding="utf-8"), path.stat()
     if text and not text.endswith("\n"):
         text += "\n"
-    write_atomic(path, text + "keeper_units = true\n", mode=mode)
+    write_atomic(path, text + "keeper_units = true\n", like=like)
     return path
 
 

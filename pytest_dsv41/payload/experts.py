@@ -19,8 +19,18 @@ from typing import Any, Final
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.payload.grams import Gram
 
-__all__ = ["NAMES_SCHEMA", "Derivation", "Law", "Protected", "derive", "expert_name"]
+__all__ = [
+    "EXPERTS_MOST",
+    "NAMES_SCHEMA",
+    "Derivation",
+    "Law",
+    "Protected",
+    "derive",
+    "expert_name",
+]
 
+EXPERTS_MOST: Final = 1_000_000
+"""Of one layer: a file's name has no more digits."""
 NAMES_SCHEMA: Final = "dsv41-protected-experts-v1"
 
 
@@ -113,9 +123,11 @@ def derive(grams: Sequence[Gram], law: Law | None = None, *, experts: int = 0) -
         experts: how many a layer has; 0: one more than the largest that was seen.
 
     Raises:
-        UsageError: an expert is missing, one is beyond `experts`, or a half is odd and has none
-            left to add.
+        UsageError: an expert is missing, one is beyond `experts`, a half is odd and has none left
+            to add, or `experts` is no such number.
     """
+    if not 0 <= experts <= EXPERTS_MOST:
+        raise UsageError(f"--experts {experts}: valid: 1 to {EXPERTS_MOST:,}")
     law = law or Law()
     by_layer: dict[int, list[Gram]] = defaultdict(list)
     for gram in grams:

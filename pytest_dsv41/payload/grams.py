@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import re
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -134,9 +135,13 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _mapped(name: str, place: int, rank: int) -> tuple[_Head, mmap.mmap]:
-    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=place)
+    # Without waiting: a pipe of that name must not hold up the reading.
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=place)
     try:
-        size = os.fstat(fd).st_size
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
+            raise UsageError(f"{name}: no regular file")
+        size = about.st_size
         if size < HEADER.size:
             raise UsageError(f"{name}: {size} bytes, shorter than a RADGRAM2 header")
         mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)

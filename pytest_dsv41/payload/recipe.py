@@ -14,25 +14,26 @@ written: one layer's table of experts takes one encoding, and only a whole exper
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-import json
 import re
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_dsv41.durable import write_atomic
+from pytest_dsv41.durable import parse_json, write_atomic
 from pytest_dsv41.errors import SpecError
-from pytest_dsv41.payload.experts import NAMES_SCHEMA, expert_name
+from pytest_dsv41.payload.experts import EXPERTS_MOST, NAMES_SCHEMA, expert_name
 from pytest_dsv41.text import one_line
+from pytest_dsv41.window.source import read_input
 
 __all__ = ["Names", "Spliced", "read_names", "splice", "spliced_text"]
 
 _BEGIN: Final = re.compile(rb"[ \t]*#[ \t]*PROTECTED-BEGIN(?![A-Za-z0-9_-])[^\n]*")
 _END: Final = re.compile(rb"[ \t]*#[ \t]*PROTECTED-END(?![A-Za-z0-9_-])[^\n]*")
 _NAME: Final = re.compile(r"blk\.(\d{1,6})\.ffn_(\*|down|gate_up)_exps\.(\d{1,6})(?:\.weight)?")
+_BYTES_MOST: Final = 64 << 20
 _PROJECTIONS: Final = ("gate_up", "down")
 _WHOLE: Final = "cast dtype=bf16"
 # The options that make the stored form; how the codes are found (calib, cd, rule) is not among
@@ -79,12 +80,12 @@ def read_names(path: Path) -> Names:
         SpecError: file and line, for a name of another form, one that is named twice, or an expert
             the recording has not.
     """
+    raw = read_input(path, _BYTES_MOST)
     try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise SpecError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise SpecError(f"{path}: not UTF-8 text") from None
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        at = raw.count(b"\n", 0, error.start) + 1
+        raise SpecError(f"{path}:{at}: not UTF-8 text") from None
     if text.lstrip().startswith("{"):
         return _derived(path, text)
     pairs = []
@@ -92,25 +93,37 @@ def read_names(path: Path) -> Names:
         word = line.partition("#")[0].strip()
         if word:
             pairs.append((f"{path}:{number}", word))
+    if not pairs:
+        # A derivation may protect nothing, and says so; an empty file says nothing.
+        raise SpecError(f"{path}: names no expert")
     return Names(_checked(pairs, (), 0))
 
 
 def _derived(path: Path, text: str) -> Names:
     try:
-        body: Any = json.loads(text)
+        body: Any = parse_json(text)
     except ValueError as error:
         raise SpecError(f"{path}: not JSON: {one_line(str(error), 100)}") from None
-    if body.get("schema") != NAMES_SCHEMA:
+    if not isinstance(body, dict) or body.get("schema") != NAMES_SCHEMA:
         raise SpecError(f"{path}: schema: valid: {NAMES_SCHEMA!r}, as of: dsv41 experts derive")
-    try:
-        layers = tuple(int(layer) for layer in body["layers"])
-        per_layer = int(body["experts"])
-        pairs = [
-            (f"{path}: protected[{n}]", str(row["name"])) for n, row in enumerate(body["protected"])
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpecError(f"{path}: {one_line(repr(error), 80)}: not as derive wrote it") from None
-    return Names(_checked(pairs, layers, per_layer), layers, per_layer)
+    layers, per_layer, rows = (body.get(key) for key in ("layers", "experts", "protected"))
+    if not isinstance(layers, list) or not layers or not all(map(_number, layers)):
+        raise SpecError(f"{path}: layers: valid: a list of numbers, as derive wrote it")
+    if not _number(per_layer) or not per_layer:
+        raise SpecError(f"{path}: experts: valid: 1 to {EXPERTS_MOST:,}, as derive wrote it")
+    if not isinstance(rows, list):
+        raise SpecError(f"{path}: protected: valid: a list, as derive wrote it")
+    pairs = []
+    for number, row in enumerate(rows):
+        where = f"{path}: protected[{number}]"
+        if not isinstance(row, dict) or not isinstance(row.get("name"), str):
+            raise SpecError(f"{where}: has no name")
+        pairs.append((where, row["name"]))
+    return Names(_checked(pairs, layers, per_layer), tuple(layers), per_layer)
+
+
+def _number(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= EXPERTS_MOST
 
 
 def _checked(
@@ -140,19 +153,19 @@ def _checked(
 def splice(path: Path, names: Names, *, replace: bool = False) -> Spliced:
     """Put the names between the recipe's markers, in one step, and keep every other byte.
 
-    The file's permissions stay; a symbolic link keeps pointing to it.
+    The file's owner and permissions stay; a symbolic link keeps pointing to it.
 
     Raises:
         SpecError: see `spliced_text`; the file is untouched.
     """
-    real = path.resolve()
     try:
-        raw = real.read_bytes()
-        mode = stat.S_IMODE(real.stat().st_mode)
-    except OSError as error:
-        raise SpecError(f"{path}: {error.strerror}") from None
+        real = path.resolve()
+    except RuntimeError:
+        raise SpecError(f"{path}: a loop of symbolic links") from None
+    raw = read_input(real, _BYTES_MOST, str(path))
+    about = real.stat()
     new, before = spliced_text(raw, names, replace=replace, where=str(path))
-    write_atomic(real, new, mode=mode)
+    write_atomic(real, new, like=about)
     return Spliced(len(names.experts), before, hashlib.sha256(new).hexdigest())
 
 
@@ -166,6 +179,8 @@ def spliced_text(
             is off; a line is no rule; a protected expert would not be kept, because an earlier
             rule decides it; or the experts of one layer would take two encodings.
     """
+    if raw.startswith(codecs.BOM_UTF8):
+        raise SpecError(f"{where}:1: begins with a byte order mark; valid: UTF-8 without one")
     lines = _lines(raw)
     begin, end = _markers(lines, where)
     held = [line for line in lines[begin + 1 : end] if line.strip()]
@@ -238,9 +253,19 @@ def _rules(lines: Sequence[bytes], where: str, *, first: int = 1) -> list[_Rule]
 
 
 def _glob(pattern: str) -> str:
-    """`*` is any text, dots too, and `?` one character; everything else is itself."""
-    parts = {"*": "(?s:.*)", "?": "(?s:.)"}
-    return "".join(parts.get(c) or re.escape(c) for c in pattern)
+    """`*` is any text, dots too, and `?` one character; everything else is itself.
+
+    What stands between two stars is looked for once, at the first place where it fits: a later one
+    can find nothing more, and trying them all takes exponential time.
+    """
+    fixed = [
+        "".join("(?s:.)" if char == "?" else re.escape(char) for char in piece)
+        for piece in re.split(r"\*+", pattern)
+    ]
+    if len(fixed) == 1:
+        return fixed[0]
+    first, *middle, last = fixed
+    return f"{first}{''.join(f'(?>(?s:.*?){piece})' for piece in middle)}(?s:.*){last}"
 
 
 def _check(rules: Sequence[_Rule], names: Names, where: str) -> None:
@@ -251,6 +276,11 @@ def _check(rules: Sequence[_Rule], names: Names, where: str) -> None:
     protected = set(names.experts)
     layers = names.layers or sorted({layer for layer, _ in protected})
     per_layer = names.per_layer or 2 + max((expert for _, expert in protected), default=0)
+    if len(layers) * per_layer > EXPERTS_MOST:
+        raise SpecError(
+            f"{where}: {len(layers)} layers of {per_layer:,} experts: "
+            f"at most {EXPERTS_MOST:,} in all"
+        )
 
     # One expression for all rules: of its alternatives the first that matches whole is taken.
     first = re.compile("|".join(f"({rule.pattern})" for rule in rules) or "(?!)")

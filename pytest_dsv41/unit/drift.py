@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pytest_dsv41.durable import read_regular
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.hosts import Host
 from pytest_dsv41.text import one_line
@@ -40,6 +39,7 @@ from pytest_dsv41.unit.unitfile import (
     split_commands,
     split_words,
 )
+from pytest_dsv41.window.source import read_input
 
 __all__ = ["KINDS", "Checkout", "Finding", "drift", "find_drift", "load_checkout", "unregistered"]
 
@@ -139,12 +139,7 @@ def read_file(path: Path) -> bytes:
     Raises:
         UsageError: it is missing, no file, over 1 MiB, or cannot be read.
     """
-    try:
-        return read_regular(path, _FILE_MAX)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from error
+    return read_input(path, _FILE_MAX)
 
 
 def drift(

@@ -27,6 +27,7 @@ __all__ = [
     "Source",
     "choices",
     "dotted",
+    "read_input",
     "read_toml",
     "shown",
 ]
@@ -122,11 +123,7 @@ def read_toml(file: Path, name: str) -> tuple[dict[str, Any], Source]:
             number that is not finite, or nesting deeper than 32.
     """
     label = one_line(name, 200)
-    try:
-        raw = read_regular(file, MAX_BYTES)
-    except (FileNotFoundError, ValueError) as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error
-        raise SpecError(f"{label}: {reason}") from None
+    raw = read_input(file, MAX_BYTES, name)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -148,6 +145,19 @@ def read_toml(file: Path, name: str) -> tuple[dict[str, Any], Source]:
         raise SpecError(f"{label}:1: nested too deeply; at most {_MAX_DEPTH} levels") from None
     _check_plain(values, (), source)
     return values, source
+
+
+def read_input(file: Path, limit: int, name: str = "") -> bytes:
+    """Return the bytes of a file that the user names; `name` is what messages call it.
+
+    Raises:
+        SpecError: no such file, it cannot be read, is no regular file, or is larger than `limit`.
+    """
+    try:
+        return read_regular(file, limit)
+    except (FileNotFoundError, ValueError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error
+        raise SpecError(f"{one_line(name or str(file), 200)}: {reason}") from None
 
 
 def _invalid(label: str, text: str, message: str) -> SpecError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_dsv41.cli import main
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.payload.experts import Derivation, Law, derive
 from pytest_dsv41.payload.grams import Gram, read_grams
@@ -138,6 +140,54 @@ def test_a_damaged_file_is_refused_by_its_name(recording: Path, damage: bytes, t
         read_grams(recording, stem="ffn_down_exps")
     assert NAME in str(refused.value)
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("what", ["fifo", "device", "folder"])
+def test_what_is_no_file_is_refused_by_its_name_and_holds_nothing_up(
+    recording: Path, what: str
+) -> None:
+    path = recording / NAME
+    path.unlink()
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(UsageError, match=f"{NAME}: no regular file"):
+        read_grams(recording, stem="ffn_down_exps")
+
+
+@pytest.mark.parametrize("share", ["1/0", "nan", "inf", "-1", "0", "1e9999999", "1e-9999999", "x"])
+def test_a_share_that_is_none_is_one_line(
+    recording: Path, capsys: pytest.CaptureFixture[str], share: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["experts", "derive", str(recording), f"--energy-share={share}"])
+    assert ended.value.code == 4
+    assert f"--energy-share: '{share}': valid: above 0, such as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["-5", "1000000000"])
+def test_a_count_of_experts_that_is_none_is_one_line(
+    recording: Path, capsys: pytest.CaptureFixture[str], count: str
+) -> None:
+    assert main(["experts", "derive", str(recording), "--experts", count]) == 4
+    assert f"--experts {count}: valid: 1 to 1,000,000" in capsys.readouterr().err
+
+
+def test_a_derivation_is_never_written_over_something(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (mine, pipe):
+        assert main(["experts", "derive", str(recording), "--out", str(path)]) == 4
+        assert f"{path}: exists; a derivation is never overwritten" in capsys.readouterr().err
+    assert mine.read_text() == "mine"
+    assert pipe.is_fifo()
 
 
 def test_a_missing_and_a_doubled_expert_are_refused_by_name(recording: Path) -> None:

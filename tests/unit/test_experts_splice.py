@@ -30,6 +30,9 @@ LINES = "blk.3.ffn_*_exps.7.weight cast dtype=bf16\nblk.40.ffn_*_exps.0.weight c
 NAMES = Names(((3, 7), (40, 0)))
 
 
+DERIVED = '{"schema": "dsv41-protected-experts-v1"'
+
+
 def done(text: str, names: Names = NAMES, *, replace: bool = False) -> str:
     return spliced_text(text.encode(), names, replace=replace)[0].decode()
 
@@ -161,7 +164,20 @@ def test_patterns_are_globs_over_the_whole_name(pattern: str, name: str) -> None
         ("blk.x.ffn_*_exps.2 # x\n", ":1: unknown name"),
         ('{"schema": "other"}', "schema: valid: 'dsv41-protected-experts-v1'"),
         ("{", "not JSON"),
-        ('{"schema": "dsv41-protected-experts-v1", "layers": [0]}', "not as derive wrote it"),
+        (
+            '{"schema": "dsv41-protected-experts-v1", "layers": [0]}',
+            "experts: valid: 1 to 1,000,000, as",
+        ),
+        (f'{DERIVED}, "layers": [1e999]}}', "layers: valid: a list of numbers"),
+        (f'{DERIVED}, "layers": [true]}}', "layers: valid: a list of numbers"),
+        (f'{DERIVED}, "layers": "12"}}', "layers: valid: a list of numbers"),
+        (f'{DERIVED}, "layers": [0], "experts": Infinity}}', "experts: valid: 1 to 1,000,000"),
+        (f'{DERIVED}, "layers": [0], "experts": 1000001}}', "experts: valid: 1 to 1,000,000"),
+        (f'{DERIVED}, "layers": [0], "experts": 4, "protected": {{}}}}', "protected: valid: a li"),
+        (f'{DERIVED}, "layers": [0], "experts": 4, "protected": [7]}}', r"protected\[0\]: has no"),
+        ('{"a":' + "[" * 100_000, "not JSON: nested too deep"),
+        ("", "names no expert"),
+        ("# none of them\n", "names no expert"),
         (
             '{"schema": "dsv41-protected-experts-v1", "layers": [0, 1], "experts": 16, '
             '"protected": [{"name": "blk.1.ffn_*_exps.16.weight"}]}',
@@ -189,6 +205,55 @@ def test_the_file_keeps_its_permissions_and_its_link(tmp_path: Path) -> None:
     assert result.sha256 == hashlib.sha256(real.read_bytes()).hexdigest()
     assert (result.names, result.before) == (2, 0)
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_of_another_user_it_stays_the_other_users(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can write for another user: sudo pytest " + __file__)
+    path = tmp_path / "r"
+    path.write_text(RECIPE)
+    path.chmod(0o640)
+    os.chown(path, 65534, 65534)
+    splice(path, NAMES)
+    about = path.stat()
+    assert (about.st_uid, about.st_gid, about.st_mode & 0o777) == (65534, 65534, 0o640)
+
+
+@pytest.mark.parametrize("what", ["fifo", "device", "folder", "loop"])
+def test_what_is_no_file_holds_nothing_up(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "odd"
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "device":
+        path = Path("/dev/zero")
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path.name)
+    told = "loop of symbolic|Too many levels" if what == "loop" else "not a regular file"
+    with pytest.raises(SpecError, match=told):
+        read_names(path)
+    with pytest.raises(SpecError, match=told):
+        splice(path, NAMES)
+
+
+def test_names_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "names"
+    path.write_bytes(b"\xef\xbb\xbf" + LINES.replace(" cast dtype=bf16", "").encode())
+    assert read_names(path) == NAMES
+    with pytest.raises(SpecError, match=":1: begins with a byte order mark"):
+        spliced_text(b"\xef\xbb\xbf" + RECIPE.encode(), NAMES)
+
+
+@pytest.mark.parametrize("pattern", ["*" * 40 + "z", "*?" * 20 + "z", "*e" * 20 + "z"])
+def test_a_pattern_of_many_stars_takes_no_longer(pattern: str) -> None:
+    """Trying every place of every star would not come back in this universe's time."""
+    assert LINES in done(RECIPE.replace("# PROTECTED-BEGIN", f"{pattern} rtn\n# PROTECTED-BEGIN"))
+
+
+def test_more_experts_than_any_model_has_are_refused() -> None:
+    with pytest.raises(SpecError, match="2 layers of 1,000,001 experts: at most 1,000,000"):
+        done(RECIPE, Names(((0, 5), (1, 999_999))))
 
 
 def test_a_kill_leaves_the_old_recipe_or_the_new_one(
