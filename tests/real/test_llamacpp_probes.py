@@ -71,11 +71,12 @@ def test_a_ladder_has_a_rate_for_each_stream(
     server: tuple[str, int, int, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, slots, window, _ = server
-    found = told(capsys, "probe", url, "ladder", "--tokens", "128", "--depth", str(window - 256))
+    found = told(capsys, "probe", url, "ladder", "--depth", str(window - 576))
     rungs = found["rungs"]
     assert isinstance(rungs, list)
     assert [rung["streams"] for rung in rungs] == [1, slots]
     for rung in rungs:
+        assert rung["tokens"] == [512] * rung["streams"]
         assert 0 < rung["fairness"] <= 1
         assert rung["wall_tok_s"] < rung["decode_tok_s"]
         # The engine's clock and the client's, on one machine under other load.

@@ -27,6 +27,8 @@ class Rung:
     """One rung. Rates are in tokens/s; None where the server does not tell its part."""
 
     depth: int
+    tokens: tuple[int, ...]
+    """What each stream generated."""
     corpus: str
     rates: tuple[float, ...]
     """Of each stream: tokens after its first event over its own decode time."""
@@ -63,6 +65,7 @@ class Rung:
         return {
             "streams": len(self.rates),
             "depth": self.depth,
+            "tokens": list(self.tokens),
             "corpus": self.corpus,
             "rates": list(self.rates),
             "wall_tok_s": self.wall_tok_s,
@@ -122,6 +125,7 @@ def rung_of(result: GroupResult, *, depth: int, corpus: str) -> Rung:
         share = (server.accepted or 0) / server.draft_tokens
     return Rung(
         depth=depth,
+        tokens=tuple(stream.completion_tokens for stream in result.streams),
         corpus=corpus,
         rates=rates,
         wall_tok_s=result.values["client_tok_s"].value,
