@@ -147,7 +147,7 @@ def _cuts(args: argparse.Namespace) -> int:
     known: set[str] = set()
     if (args.folder / "cuts.json").exists():
         known = set(Corpus.load(args.folder).cuts)
-    text = "\n\n".join(path.read_bytes().decode() for path in args.texts)
+    text = "\n\n".join(_text(path) for path in args.texts)
     engine = get_engine(args.engine)
     model = args.model or engine.models(args.url)[0]
     at = 0
@@ -170,6 +170,15 @@ def _cuts(args: argparse.Namespace) -> int:
         print(f"{index:>3} of {len(wanted)}  {shown}", flush=True)
     print(f"probe with them: DSV41_CORPUS={args.folder} dsv41 dist-gate probe …")
     return 0
+
+
+def _text(path: Path) -> str:
+    from ..errors import UsageError
+
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: byte {error.start} is no UTF-8: a text is needed") from None
 
 
 def _each(args: argparse.Namespace) -> int | None:

@@ -254,6 +254,12 @@ class Engine(ABC):
             names = []
         if not names or not all(isinstance(name, str) and name for name in names):
             raise MeasurementRefused("models", f"{url}/v1/models lists no models")
+        for name in names:
+            # JSON can write half of a surrogate pair, which no request could carry back.
+            if not name.isascii() and name != name.encode(errors="replace").decode():
+                raise MeasurementRefused(
+                    "models", f"{url}/v1/models: {one_line(name, 80)} is no text"
+                )
         return names
 
     def _json(

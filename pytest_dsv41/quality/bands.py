@@ -262,12 +262,35 @@ def load_band(path: Path) -> tuple[Band, str]:
         lengths |= {len(one.kl), len(one.common_mass), len(one.top1_same)}
     if not band.comparisons or not positions or len(lengths) != 1:
         raise UsageError(f"{path}: no band: its lists do not have one entry a position")
+    wrong = _contradiction(band)
+    if wrong is not None:
+        raise UsageError(f"{path}: no band: {wrong}")
     runs = [run for one in band.comparisons for run in (one.a_run, one.b_run)]
     if len(set(runs)) != len(runs):
         raise MeasurementRefused(
             "band-overlap", f"{path}: one run stands in two places: pairs must be disjoint"
         )
     return band, seal
+
+
+def _contradiction(band: Band) -> str | None:
+    """What of a band cannot be, whoever wrote it: a band that judges wrongly is worse than none."""
+    known = [prompt.name for prompt in band.prompts]
+    if len(set(known)) != len(known) or set(known) != set(band.prompt_of):
+        return "its positions are not those of its prompts"
+    if len({band.prompt_of.count(name) for name in known}) > 1:
+        return "its prompts have not as many positions each"
+    if len(set(band.prefixes)) != len(band.prefixes):
+        return "one position stands there twice"
+    if band.top_n < 1:
+        return f"top_n: {band.top_n}; at least 1 is needed"
+    if min(band.kl_ceiling, band.prompt_ceiling) <= 0:
+        return "a ceiling is not above 0"
+    if min(kl for one in band.comparisons for kl in one.kl) < 0:
+        return "a KL is below 0"
+    if any(not 0 <= mass <= 1 for one in band.comparisons for mass in one.common_mass):
+        return "a common mass is not between 0 and 1"
+    return None
 
 
 def refuse_unfit(band: Band, probe: Probe) -> None:

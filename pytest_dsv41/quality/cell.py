@@ -80,6 +80,7 @@ def run_quality(
         plan.prompts,
         role=role,
         band=plan.seal if role == "candidate" else None,
+        prefixes=plan.band.prefixes,
         conditions=plan.band.conditions,
         top_n=plan.band.top_n,
         positions=plan.positions,

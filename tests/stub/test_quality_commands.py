@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from wire_groups import stub
 
 from pytest_dsv41.cli import main
+from pytest_dsv41.errors import MeasurementRefused
+from pytest_dsv41.measure import Endpoint
 from pytest_dsv41.quality.bands import load_band
-from pytest_dsv41.quality.probe import load_probe
+from pytest_dsv41.quality.cell import plan_quality, run_quality
+from pytest_dsv41.quality.probe import ProbeProgress, load_probe
 from pytest_dsv41.quality.prompts import DIST_PROMPTS
 
 
@@ -166,6 +170,33 @@ def test_a_server_that_does_not_answer_fails_the_probe_with_code_1(
     assert said.startswith("dsv41 dist-gate probe: ")
     assert said.count("\n") == 1
     assert not (tmp_path / "p.json").exists()
+
+
+def test_a_windows_probe_is_refused_before_its_first_request_where_the_tokens_are_others(
+    production: str, band: Path
+) -> None:
+    plan = plan_quality(band)
+    prefixes = ("0" * 64, *plan.band.prefixes[1:])
+    other = replace(plan, band=replace(plan.band, prefixes=prefixes))
+    asked: list[ProbeProgress] = []
+    with pytest.raises(MeasurementRefused, match="dist-short-01") as refused:
+        run_quality(
+            Endpoint(production), other, role="control", deadline_s=20, salt="w",
+            progress=asked.append,
+        )  # fmt: skip
+    assert refused.value.kind == "other-prompts"
+    assert not asked
+
+
+def test_a_text_that_is_none_is_named(
+    production: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "book.txt"
+    text.write_bytes("Straße".encode("latin-1"))
+    words = ["dist-gate", "cuts", production, str(tmp_path / "corpus"), str(text)]
+    assert main(words) == 4
+    assert "book.txt: byte 4 is no UTF-8" in capsys.readouterr().err
+    assert not (tmp_path / "corpus").exists()
 
 
 def test_long_prompts_are_cut_pinned_and_probed(

@@ -159,19 +159,46 @@ def test_an_unfinished_recording_is_refused_by_readers_and_taken_over_by_the_nex
     same_bytes(tmp_path / "ref", write_kld(tmp_path / "hand", DOCS, logp))
 
 
-def test_of_two_recorders_in_one_folder_the_first_to_finish_keeps_its_manifest(
+def test_of_two_recorders_in_one_folder_the_second_is_refused_and_harms_nothing(
     tmp_path: Path,
 ) -> None:
     logp = draw(1, DOCS, N_VOCAB)
-    with writer(tmp_path / "ref") as one, writer(tmp_path / "ref") as other:
-        for row in logp:
+    with writer(tmp_path / "ref") as one:
+        for number, row in enumerate(logp):
             one.append(row)
-            other.append(row)
+            if number == 2:
+                with pytest.raises(UsageError, match="another process records into it now"):
+                    writer(tmp_path / "ref")
         one.finish()
-        kept = (tmp_path / "ref" / "kld.json").read_bytes()
-        with pytest.raises(UsageError, match="another recording finished here meanwhile"):
-            other.finish()
-    assert (tmp_path / "ref" / "kld.json").read_bytes() == kept
+    with pytest.raises(UsageError, match="never overwritten"):
+        writer(tmp_path / "ref")
+    same_bytes(tmp_path / "ref", write_kld(tmp_path / "hand", DOCS, logp))
+
+
+def test_a_manifest_that_somebody_else_put_there_stays(tmp_path: Path) -> None:
+    with writer(tmp_path / "ref") as one:
+        for row in draw(1, DOCS, N_VOCAB):
+            one.append(row)
+        (tmp_path / "ref" / "kld.json").write_text("theirs")
+        with pytest.raises(UsageError, match="it is not this recording's"):
+            one.finish()
+    assert (tmp_path / "ref" / "kld.json").read_text() == "theirs"
+
+
+def test_links_of_an_unfinished_recording_are_not_written_through(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for name in FILES[1:]:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).symlink_to(mine)
+        if name == "tokens.i32":
+            with pytest.raises(OSError, match="symbolic links"):
+                writer(folder)
+        else:
+            with writer(folder) as one:
+                one.append(draw(1, DOCS, N_VOCAB)[0])
+        assert mine.read_text() == "mine"
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
@@ -361,11 +388,12 @@ def test_a_damaged_row_is_refused_by_name_when_scored(
     assert str(folder) in str(caught.value)
 
 
-def test_a_file_cut_while_it_is_read_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize(("name", "byte"), [("logp.f16", 479), ("top.bin", 760), ("rows.f32", 44)])
+def test_a_file_cut_while_it_is_read_is_refused(folder: Path, name: str, byte: int) -> None:
     recording = open_recording(folder)
     with recording.reader() as reader:
-        cut("logp.f16")(folder)
-        with pytest.raises(MeasurementRefused, match=r"logp\.f16: ends at byte 479") as caught:
+        cut(name)(folder)
+        with pytest.raises(MeasurementRefused, match=f"{name}: ends at byte {byte}") as caught:
             reader.read(0, recording.rows)
     assert caught.value.kind == "size"
 

@@ -384,6 +384,18 @@ def test_a_band_sealed_anew_with_overlapping_runs_is_still_refused(tmp_path: Pat
         (lambda body: body.update(more=1), "more"),
         (lambda body: body["comparisons"][0]["kl"].pop(), "one entry a position"),
         (lambda body: body["conditions"].update(cache="hot"), "conditions.cache"),
+        (lambda body: body.update(prompts=[]), "not those of its prompts"),
+        (lambda body: body.update(prompt_of=["p000"] * N), "not those of its prompts"),
+        (lambda body: body["prompt_of"].__setitem__(0, "p001"), "as many positions each"),
+        (lambda body: body.update(prefixes=["0" * 64] * N), "stands there twice"),
+        (lambda body: body.update(top_n=0), "top_n: 0; at least 1"),
+        (lambda body: body.update(kl_ceiling=0.0), "a ceiling is not above 0"),
+        (lambda body: body.update(prompt_ceiling=-1.0), "a ceiling is not above 0"),
+        (lambda body: body["comparisons"][0]["kl"].__setitem__(3, -1e-9), "a KL is below 0"),
+        (
+            lambda body: body["comparisons"][0]["common_mass"].__setitem__(3, 1.5),
+            "a common mass is not between 0 and 1",
+        ),
     ],
 )
 def test_a_file_that_is_no_band_names_the_field(

@@ -9,9 +9,10 @@ is an unfinished recording.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pytest_dsv41.durable import create_exclusive, fsync_folder
+from pytest_dsv41.durable import create_exclusive, fsync_folder, sweep
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.quality.reference.dense import (
     LOGP_MAX,
@@ -34,7 +35,7 @@ from pytest_dsv41.quality.reference.dense import (
     read_exact,
 )
 from pytest_dsv41.quality.reference.manifest import Manifest, lay_out, whole
-from pytest_dsv41.quality.reference.recording import sized
+from pytest_dsv41.quality.reference.recording import read_items, sized
 
 __all__ = ["FORMAT", "TOP", "KldRecording", "KldWriter", "top_entries"]
 
@@ -87,7 +88,7 @@ class KldRecording(Dense):
             ("rows.f32", rows * 8, f"{rows} rows"),
         ):
             sized(path / name, size, what)
-        self.tokens = np.fromfile(path / "tokens.i32", "<i4")
+        self.tokens = read_items(path / "tokens.i32", "<i4", tokens)
         self.check_tokens(path / "tokens.i32")
 
     def reader(self) -> Reader:
@@ -96,14 +97,12 @@ class KldRecording(Dense):
 
     def stored_rows(self, row0: int, count: int) -> NDArray[np.float32]:
         """Return rows of `rows.f32`, shape (count, 2): the next token's NLL, the entropy."""
-        return np.fromfile(self.path / "rows.f32", "<f4", 2 * count, offset=8 * row0).reshape(-1, 2)
+        return read_items(self.path / "rows.f32", "<f4", 2 * count, 2 * row0).reshape(-1, 2)
 
     def stored_top(self, row0: int, count: int) -> NDArray[np.void]:
         """Return rows of `top.bin`, shape (count, 16), fields `id` and `logp`."""
-        size = TOP * TOP_DTYPE.itemsize
-        return np.fromfile(
-            self.path / "top.bin", TOP_DTYPE, TOP * count, offset=size * row0
-        ).reshape(-1, TOP)
+        entries = read_items(self.path / "top.bin", TOP_DTYPE, TOP * count, TOP * row0)
+        return entries.reshape(-1, TOP)
 
 
 @dataclass(frozen=True)
@@ -286,8 +285,9 @@ class KldWriter:
         self._rows = self.manifest.rows
         self._written = 0
         self._next = iter(_next_tokens(documents))
-        prepare_folder(folder, _MANIFEST, _DATA, self._rows * (2 * n_vocab + 8 * TOP + 8))
+        size = self._rows * (2 * n_vocab + 8 * TOP + 8)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(own_folder(folder, _MANIFEST, _DATA, size))
             self._files = {name: stack.enter_context((folder / name).open("wb")) for name in _DATA}
             self._stack = stack.pop_all()
         self._files["tokens.i32"].write(tokens.tobytes())
@@ -337,7 +337,7 @@ class KldWriter:
 
         Raises:
             MeasurementRefused: kind `rows`: not every row was recorded.
-            UsageError: another recording finished in this folder meanwhile.
+            UsageError: the folder has got a manifest meanwhile.
         """
         if self._written != self._rows:
             raise MeasurementRefused(
@@ -346,8 +346,8 @@ class KldWriter:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        self.close()
         finish_folder(self.folder / _MANIFEST, self.manifest)
+        self.close()
         return self.manifest
 
     def close(self) -> None:
@@ -366,12 +366,13 @@ class KldWriter:
         self.close()
 
 
-def prepare_folder(folder: Path, manifest: str, data: Iterable[str], size: int) -> None:
-    """Make a recording's folder, or take over an unfinished one's.
+@contextlib.contextmanager
+def own_folder(folder: Path, manifest: str, data: Sequence[str], size: int) -> Iterator[None]:
+    """Make a recording's folder, or take over an unfinished one's; nobody else does meanwhile.
 
     Raises:
-        UsageError: it holds a finished recording, or files of something else; there is no room
-            for `size` bytes; its place is taken by a file.
+        UsageError: it holds a finished recording, or files of something else; another process
+            records into it; there is no room for `size` bytes; its place is taken by a file.
     """
     if (folder / manifest).exists():
         raise UsageError(f"{folder}: already holds a reference, which is never overwritten")
@@ -379,7 +380,7 @@ def prepare_folder(folder: Path, manifest: str, data: Iterable[str], size: int) 
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UsageError(f"{folder}: is no folder") from None
-    known = set(data)
+    known = {manifest, *data}
     other = sorted(
         path.name for path in folder.iterdir() if path.name not in known and path.suffix != ".tmp"
     )
@@ -388,6 +389,23 @@ def prepare_folder(folder: Path, manifest: str, data: Iterable[str], size: int) 
     free = shutil.disk_usage(folder).free
     if free < size:
         raise UsageError(f"{folder}: {size} bytes are needed, {free} are free on this disk")
+    # The kernel gives the lock back when its holder dies: an unfinished recording is free again.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(folder / data[0], flags, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{folder}: another process records into it now") from None
+        if (folder / manifest).exists():
+            raise UsageError(f"{folder}: already holds a reference, which is never overwritten")
+        for name in data[1:]:
+            # Whatever lies there, a link among it: the new file is this recording's own.
+            (folder / name).unlink(missing_ok=True)
+        sweep(folder)
+        yield
+    finally:
+        os.close(fd)
 
 
 def finish_folder(path: Path, manifest: Manifest) -> None:
@@ -397,8 +415,7 @@ def finish_folder(path: Path, manifest: Manifest) -> None:
         create_exclusive(path, manifest.to_bytes())
     except FileExistsError:
         raise UsageError(
-            f"{path.parent}: another recording finished here meanwhile; its manifest stays, these "
-            "data files are damaged: remove the folder"
+            f"{path}: somebody has put a manifest there meanwhile; it is not this recording's"
         ) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from abc import ABC
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from pytest_dsv41.errors import MeasurementRefused
 from pytest_dsv41.quality.reference.manifest import Document
 
-__all__ = ["Recording", "check_same", "sized"]
+__all__ = ["Recording", "check_same", "read_items", "sized"]
 
 
 class Recording(ABC):
@@ -93,6 +94,19 @@ def check_same(reference: Recording, candidate: Recording) -> None:
             f"{names}: token {at} is {int(candidate.tokens[at])}, not {int(reference.tokens[at])}: "
             "another text, or another tokenizer",
         )
+
+
+def read_items(path: Path, form: Any, count: int, first: int = 0) -> NDArray[Any]:
+    """Return `count` items of the dtype `form` from the `first` on; kind `size` for fewer.
+
+    A file whose size was right can be cut while it is read.
+    """
+    dtype = np.dtype(form)
+    found = np.fromfile(path, dtype, count, offset=first * dtype.itemsize)
+    if len(found) < count:
+        at = (first + len(found)) * dtype.itemsize
+        raise MeasurementRefused("size", f"{path}: ends at byte {at}, too short")
+    return found
 
 
 def sized(path: Path, size: int, what: str) -> None:

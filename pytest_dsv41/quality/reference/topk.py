@@ -25,10 +25,10 @@ from pytest_dsv41.quality.reference.kld import (
     TOP_DTYPE,
     KldRecording,
     finish_folder,
-    prepare_folder,
+    own_folder,
 )
 from pytest_dsv41.quality.reference.manifest import Manifest, lay_out, whole
-from pytest_dsv41.quality.reference.recording import Recording, check_same, sized
+from pytest_dsv41.quality.reference.recording import Recording, check_same, read_items, sized
 from pytest_dsv41.quality.reference.score import Scores
 
 __all__ = [
@@ -97,18 +97,19 @@ class TopkRecording(Recording):
             ("rows.f32", rows * 8, f"{rows} rows"),
         ):
             sized(path / name, size, what)
-        self.tokens = np.fromfile(path / "tokens.i32", "<i4")
+        self.tokens = read_items(path / "tokens.i32", "<i4", tokens)
         self.check_tokens(path / "tokens.i32")
 
     def stored_top(self, row0: int, count: int) -> NDArray[np.void]:
         """Return rows of `top.bin`, shape (count, top_n), fields `id` (-1: none) and `logp`."""
-        offset = TOP_DTYPE.itemsize * self.top_n * row0
-        entries = np.fromfile(self.path / "top.bin", TOP_DTYPE, self.top_n * count, offset=offset)
-        return entries.reshape(-1, self.top_n)
+        top_n = self.top_n
+        return read_items(self.path / "top.bin", TOP_DTYPE, top_n * count, top_n * row0).reshape(
+            -1, top_n
+        )
 
     def stored_rows(self, row0: int, count: int) -> NDArray[np.float32]:
         """Return rows of `rows.f32`, shape (count, 2): NLL (NaN: not seen), mass of the list."""
-        return np.fromfile(self.path / "rows.f32", "<f4", 2 * count, offset=8 * row0).reshape(-1, 2)
+        return read_items(self.path / "rows.f32", "<f4", 2 * count, 2 * row0).reshape(-1, 2)
 
 
 class TopkWriter:
@@ -151,8 +152,9 @@ class TopkWriter:
         self._model, self._corpus, self._fingerprint = model, corpus, corpus_fnv1a64
         self._created = created
         self.folder = folder
-        prepare_folder(folder, _MANIFEST, _DATA, self._rows * (TOP_DTYPE.itemsize * top_n + 8))
+        size = self._rows * (TOP_DTYPE.itemsize * top_n + 8)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(own_folder(folder, _MANIFEST, _DATA, size))
             self._files = {name: stack.enter_context((folder / name).open("wb")) for name in _DATA}
             self._stack = stack.pop_all()
         self._files["tokens.i32"].write(tokens.tobytes())
@@ -185,7 +187,7 @@ class TopkWriter:
 
         Raises:
             MeasurementRefused: kind `rows`: not every row was recorded.
-            UsageError: another recording finished in this folder meanwhile.
+            UsageError: the folder has got a manifest meanwhile.
         """
         if self._written != self._rows:
             raise MeasurementRefused(
@@ -211,8 +213,8 @@ class TopkWriter:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        self.close()
         finish_folder(self.folder / _MANIFEST, manifest)
+        self.close()
         return manifest
 
     def close(self) -> None:
