@@ -215,7 +215,8 @@ def _compare(args: argparse.Namespace) -> int:
     beside = [probe_path(path) for path in (args.a, args.b)]
     there = all(path.exists() for path in beside)
     probes = (load_probe(beside[0]), load_probe(beside[1])) if there else None
-    pilot = compare_starts(a, b, probes=probes)
+    with _records_of(args.a, args.b):
+        pilot = compare_starts(a, b, probes=probes)
     if args.out is not None:
         write_sealed(args.out, pilot)
     if args.json:
@@ -314,8 +315,10 @@ def _accumulate(args: argparse.Namespace) -> int:
     if args.out is not None:
         new_file(args.out, _KEPT)
     schemas = (PILOT_SCHEMA, ACCUMULATED_SCHEMA)
-    pooled = accumulate([read_sealed(path, "pilot", schemas, dict)[0] for path in args.pilots])
-    keys = _primaries(pooled)
+    records = [read_sealed(path, "pilot", schemas, dict)[0] for path in args.pilots]
+    with _records_of(*args.pilots):
+        pooled = accumulate(records)
+        keys = _primaries(pooled)
     if args.metric:
         keys = [key for key in pooled["start_sd"] if key.rpartition("/")[2] in args.metric]
         if not keys:
@@ -357,6 +360,17 @@ def _primaries(record: Mapping[str, Any]) -> list[str]:
         if f"{name}/{metric}" in record["start_sd"]:
             keys.append(f"{name}/{metric}")
     return keys
+
+
+@contextmanager
+def _records_of(*paths: Path) -> Iterator[None]:
+    """Say in one line that sealed records of somebody else's making lack what they must hold."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        names = ", ".join(map(str, paths))
+        lacks = f"has no {error}" if isinstance(error, KeyError) else one_line(str(error), 100)
+        raise UsageError(f"{names}: no whole record of the pilot: {lacks}") from None
 
 
 # -- the terminal ---------------------------------------------------------------------------------

@@ -109,7 +109,12 @@ def _distribution(
     if refused:
         return {"refused": "; ".join(refused)}
     if probes is None:
-        return None
+        probed = [record["start"] for record in (a, b) if record.get("probe")]
+        if not probed:
+            return None
+        if len(probed) == 1:
+            return {"refused": f"only start {probed[0]} was probed"}
+        return {"refused": "the starts' probes do not lie beside their records"}
     for probe, record in zip(probes, (a, b), strict=True):
         if not record.get("probe") or record["probe"]["sha256"] != probe.sha256:
             raise UsageError(f"the probe of run {probe.run} is not start {record['start']}'s")

@@ -243,6 +243,31 @@ def test_an_edited_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "no pilot: schema 'dsv41-aa-start-v1'" in capsys.readouterr().err
 
 
+def test_a_probe_that_is_not_there_is_said(tmp_path: Path) -> None:
+    probed = {"sha256": "1" * 64, "subset": "short"}
+    a, b = start("A", b1=FLAT), start("B", b1=FLAT)
+    assert compare_starts(a, b)["distribution"] is None
+    one = compare_starts({**a, "probe": probed}, b)
+    assert one["distribution"] == {"refused": "only start A was probed"}
+    both = compare_starts({**a, "probe": probed}, {**b, "probe": probed})
+    assert both["distribution"] == {"refused": "the starts' probes do not lie beside their records"}
+    assert both["passed"]
+
+
+@pytest.mark.parametrize("schema", [PILOT_SCHEMA, ACCUMULATED_SCHEMA, START_SCHEMA])
+def test_a_sealed_record_without_its_fields_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], schema: str
+) -> None:
+    words = ["compare"] if schema == START_SCHEMA else ["accumulate"]
+    for number, body in enumerate(({}, {"definition": 3, "start": "A"}, {"definition": {}})):
+        path = written(tmp_path, f"{number}.json", {"schema": schema, **body})
+        other = written(tmp_path, f"{number}b.json", {"schema": schema, **body, "start": "B"})
+        assert main(["aa-pilot", *words, path, other]) == 4
+        said = capsys.readouterr().err
+        assert f"{number}.json" in said or "start A" in said
+        assert said.count("\n") == 1
+
+
 # -- several pilots --------------------------------------------------------------------------------
 
 
