@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..text import one_line
 
 if TYPE_CHECKING:
-    from ..window.summary import ClaimInfo, Summary
+    from ..window.summary import ClaimInfo, Cost, Summary
     from ..window.verdict import Outcome
 
 __all__ = ["HELP", "configure", "run"]
@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
     # numpy and scipy are loaded by the verdict only.
     from ..window.advice import read_prior
     from ..window.claims import judge_claims
+    from ..window.cost import cost_tables
     from ..window.quality import judge_quality
+    from ..window.served import read_served
     from ..window.summary import FILE_NAME, read_summary
     from ..window.verdict import conclude, read_folder
 
@@ -45,38 +47,48 @@ def run(args: argparse.Namespace) -> int:
     plan, values = read_folder(folder)
     summary = read_summary(folder) if (folder / FILE_NAME).exists() else None
     stopped = summary.stopped if summary else None
+    served = read_served(folder)
     outcome = conclude(
         plan,
         values,
         stopped=stopped,
         prior=read_prior(folder, plan),
         quality=judge_quality(folder, plan, values),
+        served=served,
     )
     if summary and summary.status == "REFUSED":
         # It never opened: there is nothing to be missed, and nothing to decide.
         outcome = dataclasses.replace(
             outcome, status="REFUSED", exit_code=13, incomplete=[], notes=[]
         )
-    claims = judge_claims(plan, values)
+    claims, costs = judge_claims(plan, values), cost_tables(plan, values, served)
     if args.json:
-        told = [claim.model_dump(mode="json") for claim in claims]
-        print(
-            json.dumps({"window_id": plan.window_id, **outcome.to_json(), "claims": told}, indent=2)
-        )
+        told = {
+            "window_id": plan.window_id,
+            **outcome.to_json(),
+            "claims": [claim.model_dump(mode="json") for claim in claims],
+            "costs": {arm: cost.model_dump(mode="json") for arm, cost in costs.items()},
+        }
+        print(json.dumps(told, indent=2))
     else:
-        print(_text(plan.window_id, outcome, summary, claims), end="")
+        print(_text(plan.window_id, outcome, summary, claims, costs), end="")
     return outcome.exit_code
 
 
 def _text(
-    window_id: str, outcome: Outcome, summary: Summary | None, claims: Sequence[ClaimInfo]
+    window_id: str,
+    outcome: Outcome,
+    summary: Summary | None,
+    claims: Sequence[ClaimInfo],
+    costs: Mapping[str, Cost],
 ) -> str:
-    from ..report.terminal import render_decision
+    from ..report.terminal import render_costs, render_decision
 
     parts = [f"window {one_line(window_id)}\n"]
     for arm, decision in outcome.decisions.items():
         text = render_decision(arm, decision, outcome.explanations[arm])
         parts.append(f"\n{text.rstrip()}\n")
+    parts.append(render_costs(costs))
     if outcome.decisions:
         parts.append("\n")
     if outcome.status == "REFUSED" and summary:

@@ -28,6 +28,7 @@ from ..window.claims import judge_claims
 from ..window.cost import cost_tables
 from ..window.plan import Plan
 from ..window.quality import judge_quality
+from ..window.served import read_served
 from ..window.summary import (
     RESTORE_FAILED,
     RESTORE_NOT_NEEDED,
@@ -102,7 +103,7 @@ def finish_window(
     stopped = stopped or fault
     record = read_record(folder)
     alerts = list(closed.alerts)
-    prior = read_prior(folder, plan)
+    prior, served = read_prior(folder, plan), read_served(folder)
     outcome = conclude(
         plan,
         values,
@@ -110,6 +111,7 @@ def finish_window(
         report_only=report_only,
         prior=prior,
         quality=judge_quality(folder, plan, values),
+        served=served,
     )
     clocks = recorded_clocks(journal.lines())
     # Before the append: the archive's spread is that of the windows before this one.
@@ -160,7 +162,7 @@ def finish_window(
         production_commit=record.commit or None,
         archive=archive,
         spreads=spreads,
-        costs=cost_tables(plan, values),
+        costs=cost_tables(plan, values, served),
         alerts=tuple(alerts),
         software=_software(),
         notes=tuple(notes),

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..text import counted, one_line
-from ..window.summary import RESTORE_CHAINED, WATCH_FAILED, Summary
+from ..window.summary import RESTORE_CHAINED, WATCH_FAILED, Cost, Summary
 from .model import (
     SeriesRow,
     WindowFiles,
@@ -52,6 +52,7 @@ __all__ = [
     "Progress",
     "console_width",
     "print_text",
+    "render_costs",
     "render_decision",
     "render_files",
     "render_window",
@@ -221,10 +222,10 @@ def _spreads(summary: Summary) -> list[RenderableType]:
     return [Text(), table, *notes]
 
 
-def _costs(summary: Summary) -> list[RenderableType]:
+def _costs(costs: Mapping[str, Cost]) -> list[RenderableType]:
     """The cost table of each candidate arm, and every key in which its arm differs."""
     parts: list[RenderableType] = []
-    for arm, cost in summary.costs.items():
+    for arm, cost in costs.items():
         table = Table(
             box=None, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
         )
@@ -354,7 +355,7 @@ def render_files(
             sentences = summary.explanations.get(arm, ())
             parts.append(Text())
             parts.append(_decision(arm, decision, of_arm, sentences))
-        parts += _costs(summary)
+        parts += _costs(summary.costs)
         parts += _spreads(summary)
         parts += _facts(summary)
     parts += _broken_items(files)
@@ -418,6 +419,22 @@ def render_decision(
     """
     rows = decision_rows(arm, decision)
     return print_text(_decision(arm, decision, rows, sentences), width, color, encoding)
+
+
+def render_costs(
+    costs: Mapping[str, Cost],
+    *,
+    width: int | None = None,
+    color: bool | None = None,
+    encoding: str = "utf-8",
+) -> str:
+    """Return the cost table of each candidate arm as text; empty where there is none.
+
+    Args:
+        costs: what `cost_tables` gives.
+        width, color, encoding: as `render_files`.
+    """
+    return print_text(Group(*_costs(costs)), width, color, encoding) if costs else ""
 
 
 def print_text(what: RenderableType, width: int | None, color: bool | None, encoding: str) -> str:

@@ -53,13 +53,12 @@ from ..unit.live import LiveUnit, UnitState
 from ..unit.masking import masked_words
 from ..unit.memory import Ledger
 from ..unit.proof import Expected, mismatches
+from ..window.served import STARTS
 from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
 from .filling import fill
 
-__all__ = ["STARTS", "SystemdUnitTarget", "systemd_unit_target"]
+__all__ = ["SystemdUnitTarget", "systemd_unit_target"]
 
-STARTS: Final = "unit.jsonl"
-"""What each start wrote and what it was proved to be, in the window's folder."""
 _MARK: Final = "DSV41_UNIT_START"
 _DROP_IN: Final = "zzzz-dsv41.conf"
 _HEADER: Final = "dsv41 start of window "

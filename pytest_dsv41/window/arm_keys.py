@@ -1,4 +1,4 @@
-"""What an arm's table says of its server as one flat set of keys, and how two arms differ."""
+"""What is known of an arm's server as one flat set of keys, and how two arms differ."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ __all__ = ["arm_keys", "differing", "same_key"]
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
-def arm_keys(arm: Arm) -> dict[str, str]:
+def arm_keys(arm: Arm, argv: Sequence[str] = ()) -> dict[str, str]:
     """Return key to value: flags by their name, `env NAME`, `setting NAME`, the rest by place.
 
     A flag without a value is `on`; one that stands twice has both values. Values of the
-    environment are as the plan has them: hashed, for they may be secrets.
+    environment are as the plan has them: hashed, for they may be secrets. `argv` is the command
+    line that a start of the arm was proved to have: its flags go over those that the arm states.
     """
     keys = _flags(arm.args)
+    for name, value in arm.settings.items():
+        if name == "flags" and isinstance(value, Mapping):
+            # What target systemd-unit holds the server's command line against.
+            stated = {flag: given for flag, given in value.items() if given is not False}
+            keys |= {flag: "on" if given is True else str(given) for flag, given in stated.items()}
+        else:
+            keys[f"setting {name}"] = _text(value)
+    keys |= _flags(argv)
     keys |= {f"env {name}": value for name, value in arm.env.items()}
-    keys |= {f"setting {name}": _text(value) for name, value in arm.settings.items()}
     if arm.speculation is not None:
         keys["speculation"] = "on" if arm.speculation else "off"
     return keys

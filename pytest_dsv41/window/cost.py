@@ -17,17 +17,22 @@ from .summary import ArmKey, Cost, CostRow
 __all__ = ["cost_tables"]
 
 
-def cost_tables(plan: Plan, values: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
+def cost_tables(
+    plan: Plan,
+    values: Sequence[Mapping[str, Any]],
+    served: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Cost]:
     """Return the cost table of each candidate arm; none where the window registers no noise.
 
     Means are over all repeats of an arm; `delta` is the candidate's mean over the control's, less
-    1, whichever way is better.
+    1, whichever way is better. `served` is what `read_served` gives.
     """
     window = plan.window
     if not window.noise:
         return {}
     rows = {row.get("item"): row for row in values if row.get("outcome") == "measured"}
-    control = arm_keys(window.control)
+    argv = served or {}
+    control = arm_keys(window.control, argv.get(window.control.name, ()))
     tables = {}
     for arm in window.candidates:
         found = []
@@ -43,7 +48,7 @@ def cost_tables(plan: Plan, values: Sequence[Mapping[str, Any]]) -> dict[str, Co
             rows=tuple(found),
             differing=tuple(
                 ArmKey(key=key, control=one, candidate=two)
-                for key, one, two in differing(control, arm_keys(arm))
+                for key, one, two in differing(control, arm_keys(arm, argv.get(arm.name, ())))
             ),
         )
     return tables

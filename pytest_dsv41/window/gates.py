@@ -26,6 +26,9 @@ __all__ = ["GATE_REPEATS", "GateVerdict", "KlGate", "ThroughputGate", "judge_gat
 GATE_REPEATS: Final = 3
 """Least repeats of the candidate that a floor is held against."""
 _CONFIDENCE: Final = 0.975
+_NO_SHAPE: Final = (
+    "no shape is given: nobody can see whether production leaves the one that was scored"
+)
 
 
 class _Frozen(BaseModel):
@@ -80,16 +83,22 @@ class GateVerdict:
 
 
 def judge_gates(
-    plan: Plan, records: Mapping[str, Mapping[str, Any]], arm: str
+    plan: Plan,
+    records: Mapping[str, Mapping[str, Any]],
+    arm: str,
+    served: Mapping[str, Sequence[str]] | None = None,
 ) -> list[GateVerdict]:
-    """Judge one candidate arm by every gate that is about it; `records` are measured items."""
+    """Judge one candidate arm by every gate that is about it.
+
+    `records` are measured items by their id, `served` is what `read_served` gives.
+    """
     window = plan.window
     found = []
     for gate in window.gates:
         if isinstance(gate, ThroughputGate):
             found.append(_throughput(gate, plan, records, arm))
         elif gate.arm == arm:
-            found.append(_kl(gate, [window.control, window.arm(arm)]))
+            found.append(_kl(gate, [window.control, window.arm(arm)], served or {}))
     return found
 
 
@@ -185,7 +194,7 @@ def _apart(
     return rows
 
 
-def _kl(gate: KlGate, arms: Sequence[Arm]) -> GateVerdict:
+def _kl(gate: KlGate, arms: Sequence[Arm], served: Mapping[str, Sequence[str]]) -> GateVerdict:
     told = []
     for check in gate.checks:
         value, limit = check.get("value"), check.get("limit")
@@ -200,24 +209,27 @@ def _kl(gate: KlGate, arms: Sequence[Arm]) -> GateVerdict:
         "scored": dict(gate.scored),
         "shape": dict(gate.shape),
     }
-    notes = tuple(
-        f"{gate.name}: {line}: the score does not stand for that shape"
-        for arm in arms
-        for line in _left(gate.shape, arm)
-    )
+    lines = [line for arm in arms for line in _left(gate.shape, arm, served.get(arm.name, ()))] or [
+        _NO_SHAPE
+    ] * (not gate.shape)
+    notes = tuple(f"{gate.name}: {line}" for line in lines)
     verdict = "PASS" if gate.verdict == "PASS" else "LOSS"
     return GateVerdict(gate.name, verdict, "; ".join(told), facts, notes)
 
 
-def _left(shape: Mapping[str, Any], arm: Arm) -> list[str]:
-    """How an arm's own table leaves the scored shape; a key that it does not have is not known."""
-    served = {same_key(key): value for key, value in arm_keys(arm).items()}
-    lines = []
+def _left(shape: Mapping[str, Any], arm: Arm, argv: Sequence[str]) -> list[str]:
+    """How an arm leaves the scored shape, and what of that shape is not known of it."""
+    keys = {same_key(key): value for key, value in arm_keys(arm, argv).items()}
+    lines, untold = [], []
     for key, value in shape.items():
-        now = served.get(same_key(key))
-        if now is not None and now != str(value):
+        now = keys.get(same_key(key))
+        if now is None:
+            untold.append(one_line(key, 60))
+        elif now != str(value):
             lines.append(
                 f"{one_line(key, 60)} was {value} where it was scored, arm {arm.name} has "
-                f"{one_line(now, 60)}"
+                f"{one_line(now, 60)}: the score does not stand for that shape"
             )
+    if untold:
+        lines.append(f"whether arm {arm.name} has the scored {', '.join(untold)} is not told by it")
     return lines

@@ -105,6 +105,7 @@ def conclude(
     report_only: bool = False,
     prior: FrozenPrior | None = None,
     quality: Mapping[str, Sequence[QualityVerdict]] | None = None,
+    served: Mapping[str, Sequence[str]] | None = None,
 ) -> Outcome:
     """Decide a window from its plan and its values.
 
@@ -115,8 +116,11 @@ def conclude(
         report_only: report and decide nothing, also where the plan says otherwise.
         prior: what `read_prior` gives, for the advice of a window that registered it.
         quality: what `judge_quality` gives, for a window with quality cells.
+        served: what `read_served` gives.
     """
-    judge = _Judge(plan, values, report_only=report_only or plan.window.report_only)
+    judge = _Judge(
+        plan, values, report_only=report_only or plan.window.report_only, served=served or {}
+    )
     return judge.outcome(stopped, prior, quality or {})
 
 
@@ -124,9 +128,15 @@ class _Judge:
     """One window's plan and values, and what was found to be missing."""
 
     def __init__(
-        self, plan: Plan, values: Sequence[Mapping[str, Any]], *, report_only: bool
+        self,
+        plan: Plan,
+        values: Sequence[Mapping[str, Any]],
+        *,
+        report_only: bool,
+        served: Mapping[str, Sequence[str]],
     ) -> None:
         self._plan = plan
+        self._served = served
         self._window = plan.window
         self._decides = plan.window.kind == "candidate" and not report_only
         self._incomplete: list[str] = []
@@ -282,7 +292,7 @@ class _Judge:
     def _gates(self, arm: str) -> list[CellResult]:
         """The gates of one arm; what could not be judged is missing for the decision."""
         cells: list[CellResult] = []
-        for found in judge_gates(self._plan, self._records, arm):
+        for found in judge_gates(self._plan, self._records, arm, self._served):
             if found.verdict is None:
                 self._missing(True, f"arm {arm}: gate {found.gate} not judged: {found.reason}")
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pytest_dsv41.errors import RefusedByWorld
 from pytest_dsv41.hosts import Probe
 from pytest_dsv41.unit.memory import law_against, parse_ledger, read_law
 from tests.lab.lab import Lab
@@ -171,18 +173,85 @@ def test_an_arm_that_is_not_what_it_says_ends_the_window(unit: UnitHost) -> None
     unit.assert_serving_and_nothing_left()
 
 
-def test_a_drifted_unit_is_refused_and_not_touched(unit: UnitHost) -> None:
-    path = f"/etc/systemd/system/{UNIT}.d/bench.conf"
-    text = "[Service]\nEnvironment=SERVE_ENV_FILE=/etc/serve/other.env\n"
+FOLDERS = {
+    "etc": f"/etc/systemd/system/{UNIT}.d",
+    "run": f"/run/systemd/system/{UNIT}.d",
+    "service.d": "/etc/systemd/system/service.d",
+    "service.d in run": "/run/systemd/system/service.d",
+}
+EXEC = "ExecStart=\nExecStart=/srv/staging/serve.sh\n"
+ENV = "Environment=SERVE_ENV_FILE=/srv/staging/serve.env\n"
+OVERRIDES = {"ExecStart": EXEC, "Environment": ENV, "both": ENV + EXEC}
+# Before and after the drop-in of a start, which is zzzz-dsv41.conf.
+NAMES = ("10-bench.conf", "zzzzz-bench.conf")
+
+
+def test_every_layout_of_a_foreign_drop_in_is_named_and_refused(unit: UnitHost) -> None:
+    """The trap, in each of its layouts, before the function by which a window looks at its unit."""
+    target, before = unit.target(), invocation(unit)
+    for folder, name, what in itertools.product(FOLDERS.values(), NAMES, OVERRIDES):
+        path, text = f"{folder}/{name}", f"[Service]\n{OVERRIDES[what]}"
+        unit.host.write(path, text)
+        unit.run_on_host("systemctl", "daemon-reload")
+        try:
+            with pytest.raises(RefusedByWorld) as refused:
+                target.capture()
+            told = str(refused.value)
+            assert path in told, (path, what, told)
+            if name > Path(DROP_IN).name:
+                assert f"sorts after {Path(DROP_IN).name}" in told, (path, what, told)
+            else:
+                key = "Service.ExecStart" if what == "ExecStart" else "Service.Environment"
+                assert f"{path}:2: {key}" in told, (path, what, told)
+            assert unit.host.read(path) == text.encode(), (path, what)
+            assert invocation(unit) == before, (path, what)
+        finally:
+            unit.host.remove(path)
+    unit.run_on_host("systemctl", "daemon-reload")
+    unit.assert_serving_and_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "what", "loaded"),
+    [
+        ("etc", "bench.conf", "both", True),
+        ("etc", "bench.conf", "Environment", False),
+        ("run", "zzzzz-bench.conf", "Environment", True),
+        ("service.d", "10-bench.conf", "ExecStart", True),
+    ],
+)
+def test_a_window_on_a_drifted_unit_is_refused_and_nothing_touched(
+    unit: UnitHost, folder: str, name: str, what: str, loaded: bool
+) -> None:
+    path, text = f"{FOLDERS[folder]}/{name}", f"[Service]\n{OVERRIDES[what]}"
     unit.host.write(path, text)
+    if loaded:
+        unit.run_on_host("systemctl", "daemon-reload")
+    before = invocation(unit)
+    ended = unit.run()
+    assert unit.host.read(path) == text.encode()
+    unit.host.remove(path)
+    unit.run_on_host("systemctl", "daemon-reload")
+    assert ended.returncode == 13, ended.output
+    stopped = str(ended.summary["stopped"])
+    assert path in stopped
+    assert ("served.service has drifted" in stopped) is (name < Path(DROP_IN).name)
+    assert invocation(unit) == before
+    unit.assert_serving_and_nothing_left()
+
+
+def test_a_window_under_a_kernel_limit_below_its_floor_is_refused(unit: UnitHost) -> None:
+    knob = "/etc/serve/pages_limit"
+    # FRANK-ARCHON's cap after the power failure, and its floor.
+    unit.host.write(knob, "32253039\n")
+    with (unit.folder / "target.toml").open("a") as file:
+        file.write(f"[target.knobs]\npaths = ['{knob}', '{knob}-max']\nfloor_mib = 150000\n")
     before = invocation(unit)
     ended = unit.run()
     assert ended.returncode == 13, ended.output
-    assert "served.service has drifted" in str(ended.summary["stopped"])
-    assert path in str(ended.summary["stopped"])
-    assert unit.host.read(path) == text.encode()
+    assert f"{knob} caps at 125988 MiB, below the floor 150000" in str(ended.summary["stopped"])
+    assert unit.host.read(knob) == b"32253039\n"
     assert invocation(unit) == before
-    unit.host.remove(path)
     unit.assert_serving_and_nothing_left()
 
 

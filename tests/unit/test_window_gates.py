@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from scipy import stats
 from test_kl_reference_gate import report
 from window_values import CELLS, values_of, window_text
 
+from pytest_dsv41.cli import main
 from pytest_dsv41.errors import SpecError
 from pytest_dsv41.report.terminal import render_window
 from pytest_dsv41.window.arm_keys import arm_keys, differing
 from pytest_dsv41.window.cost import cost_tables
 from pytest_dsv41.window.gates import lower_bound
 from pytest_dsv41.window.plan import Plan, make_plan
+from pytest_dsv41.window.served import STARTS, read_served
 from pytest_dsv41.window.spec import Arm, load_spec
 from pytest_dsv41.window.summary import Restore, Summary, WindowInfo
 from pytest_dsv41.window.verdict import Outcome, conclude
@@ -126,14 +129,26 @@ kind = "kl"
 report = "r.json"
 shape = {{ kv_dtype = "{dtype}", max-num-batched-tokens = 2048 }}
 """
+UNIT_KL = """
+[[gates]]
+name = "same"
+kind = "kl"
+report = "r.json"
+shape = {{ kv-cache-dtype = "fp8", max-num-seqs = 3 }}
+"""
 ARMS = 'args = ["--kv-dtype", "fp8", "--max-num-batched-tokens=2048"]\n'
 
 
-def kl_plan(folder: Path, kl: float, dtype: str = "fp8", arms: str = ARMS) -> Plan:
+def kl_plan(
+    folder: Path, kl: float, dtype: str = "fp8", arms: str = ARMS, gate: str = KL, **more: str
+) -> Plan:
+    """A window with a KL gate; `arms` stands in both arms, `control` in that one instead."""
     if not (folder / "r.json").exists():
         report(folder / "r.json", kl, 20)
-    text = window_text().replace('role = "candidate"\n', f'role = "candidate"\n{arms}')
-    (folder / "w.toml").write_text(text + KL.format(dtype=dtype))
+    text = window_text(**more)
+    for role in ("control", "candidate"):
+        text = text.replace(f'role = "{role}"\n', f'role = "{role}"\n{arms}')
+    (folder / "w.toml").write_text(text + gate.format(dtype=dtype))
     return make_plan(load_spec(folder / "w.toml"), CELLS, window_id="L-w-W-20261101T000000Z")
 
 
@@ -160,9 +175,59 @@ def test_a_score_beyond_a_limit_rejects(tmp_path: Path) -> None:
 def test_an_arm_that_left_the_scored_shape_is_warned_of(tmp_path: Path) -> None:
     found = ended(kl_plan(tmp_path, 0.0146, dtype="bf16"))
     assert found.status == "CANDIDATE"
-    (note,) = found.notes
-    assert "same: kv_dtype was bf16 where it was scored, arm c1 has fp8" in note
-    assert "does not stand for that shape" in note
+    assert found.notes == [
+        f"arm c1: same: kv_dtype was bf16 where it was scored, arm {arm} has fp8: the score does "
+        "not stand for that shape"
+        for arm in ("control", "c1")
+    ]
+
+
+def test_what_a_command_line_was_proved_to_be_is_held_against_the_scored_shape(
+    tmp_path: Path,
+) -> None:
+    """FRANK-ARCHON scored at fp8 KV, and a production of bf16 runs away from it."""
+    made = kl_plan(tmp_path, 0.0146, arms="", gate=UNIT_KL)
+    (tmp_path / STARTS).write_text(
+        "".join(
+            json.dumps({"event": "proved", "arm": arm, "argv": argv, "faults": faults}) + "\n"
+            for arm, argv, faults in (
+                ("c1", ["serve", "--kv-cache-dtype", "fp8"], ["another"]),
+                ("control", ["serve", "--kv-cache-dtype", "fp8", "--max-num-seqs=3"], []),
+                ("c1", ["serve", "--kv-cache-dtype", "bf16", "--max-num-seqs=3"], []),
+            )
+        )
+    )
+    found = conclude(made, values_of(made), served=read_served(tmp_path))
+    assert found.notes == [
+        "arm c1: same: kv-cache-dtype was fp8 where it was scored, arm c1 has bf16: the score does "
+        "not stand for that shape"
+    ]
+    # Without a proof it is not known, which is said and is no agreement.
+    told = [
+        f"arm c1: same: whether arm {arm} has the scored kv-cache-dtype, max-num-seqs is not told "
+        "by it"
+        for arm in ("control", "c1")
+    ]
+    assert ended(made).notes == told
+    assert read_served(tmp_path / "none") == {}
+
+
+def test_what_a_units_arm_must_show_is_held_against_the_scored_shape(tmp_path: Path) -> None:
+    flags = '"--kv-cache-dtype" = "bf16", "--max-num-seqs" = 3, "--other" = false'
+    found = ended(
+        kl_plan(tmp_path, 0.0146, arms=f"settings = {{flags = {{{flags}}}}}\n", gate=UNIT_KL)
+    )
+    assert len(found.notes) == 2
+    assert all("kv-cache-dtype was fp8 where it was scored" in note for note in found.notes)
+
+
+def test_a_score_without_its_shape_is_warned_of(tmp_path: Path) -> None:
+    bare = UNIT_KL.partition("shape = ")[0]
+    (note,) = ended(kl_plan(tmp_path, 0.0146, gate=bare)).notes
+    assert note == (
+        "arm c1: same: no shape is given: nobody can see whether production leaves the one that "
+        "was scored"
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,6 +287,102 @@ def test_every_metric_stands_beside_its_noise(tmp_path: Path) -> None:
     }
     assert {row.cell for row in cost.rows} == {"decode-b1", "prefill-b1"}
     assert cost_tables(plan(tmp_path, ""), values_of(made)) == {}
+
+
+# FRANK-ARCHON "Measured cost": cell, metric, lower is better, control, candidate, Δ as printed.
+MEASURED: tuple[tuple[str, str, bool, float, float, str], ...] = (
+    ("prefill-cold", "prefill_tok_s", False, 4379.0, 3126.0, "-29"),
+    ("prefill-warm", "prefill_tok_s", False, 4864.0, 3333.0, "-31"),
+    ("decode-cold", "decode_tok_s", False, 124.1, 94.1, "-24"),
+    ("decode-warm", "decode_tok_s", False, 99.2, 102.3, "+3"),
+    ("decode-hit", "decode_tok_s", False, 127.7, 117.6, "-8"),
+    ("decode-mean", "accepted_per_round", False, 0.661, 0.740, "+12"),
+    ("pair", "ttft_ms", True, 110_500.0, 138_100.0, "+25"),
+)
+# Its noise: ±2 % of prefill, ±3 % of decode; none is told for the other two.
+NOISE = "[noise]\nprefill_tok_s = 0.02\ndecode_tok_s = 0.03\n"
+SHAPES = {
+    "control": "--kv-cache-dtype fp8 --vram-weights-mib 26071 --vram-kv-mib 3543 --max-num-seqs 3",
+    "bf16": "--kv-cache-dtype bf16 --vram-weights-mib 22208 --vram-kv-mib 6912 --max-num-seqs 2",
+}
+
+
+def measured(folder: Path) -> tuple[Plan, list[dict[str, Any]]]:
+    """The document's A/B as a window that only reports."""
+    cells = {cell: {**CELLS["decode-b1"], "name": cell, "prompts": ["p"]} for cell, *_ in MEASURED}
+    text = '[window]\nlane = "L"\nname = "w"\nhypothesis = "h"\nkind = "report"\n'
+    text += 'schedule = "C/X/C"\nrepeats = 1\n'
+    for arm, words in SHAPES.items():
+        role = "control" if arm == "control" else "candidate"
+        text += f'[arms.{arm}]\nrole = "{role}"\nargs = {json.dumps(words.split())}\n'
+    text += "".join(f'[[cells]]\nname = "{cell}"\n' for cell in cells)
+    text += f'{NOISE}[target]\nkind = "local"\ncommand = ["{{python}}"]\n'
+    (folder / "w.toml").write_text(text)
+    made = make_plan(load_spec(folder / "w.toml"), cells, window_id="L-w-W-20261101T000000Z")
+    told = {cell: rest for cell, *rest in MEASURED}
+    rows = values_of(made)
+    for row in rows:
+        metric, lower, control, candidate, _ = told[row["cell"]]
+        value = control if row["arm"] == "control" else candidate
+        row["values"] = {
+            metric: {**row["values"]["ttft_ms"], "value": value, "lower_is_better": lower}
+        }
+    return made, rows
+
+
+def test_the_documents_own_costs(tmp_path: Path) -> None:
+    """Every Δ as it is printed there; inside or outside by arithmetic.
+
+    The document calls two of its three decode passes inside ±3 %: -8 % is not, nor is +3.1 %.
+    """
+    cost = cost_tables(*measured(tmp_path))["bf16"]
+    rows = {row.cell: row for row in cost.rows}
+    assert len(cost.rows) == len(MEASURED)
+    for cell, metric, _, control, candidate, printed in MEASURED:
+        row = rows[cell]
+        assert (row.metric, row.control, row.candidate) == (metric, control, candidate)
+        assert (row.n_control, row.n_candidate) == (2, 1)
+        assert f"{100 * (row.delta or 0.0):+.0f}" == printed, cell
+    assert {cell: (row.floor, row.outside, row.better) for cell, row in rows.items()} == {
+        "prefill-cold": (0.02, True, False),
+        "prefill-warm": (0.02, True, False),
+        "decode-cold": (0.03, True, False),
+        "decode-warm": (0.03, True, True),
+        "decode-hit": (0.03, True, False),
+        "decode-mean": (None, None, None),
+        "pair": (None, None, None),
+    }
+    assert [(key.key, key.control, key.candidate) for key in cost.differing] == [
+        ("--kv-cache-dtype", "fp8", "bf16"),
+        ("--max-num-seqs", "3", "2"),
+        ("--vram-kv-mib", "3543", "6912"),
+        ("--vram-weights-mib", "26071", "22208"),
+    ]
+
+
+def test_the_folder_alone_shows_the_costs_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, rows = measured(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps(made.to_json()))
+    (tmp_path / "values.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["decide", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "prefill-cold 4379 3126 −28.6 % ± 2.0 % outside, WORSE" in lines
+    assert "decode-warm 99.20 102.3 +3.1 % ± 3.0 % outside, better" in lines
+    assert "differs in --vram-weights-mib: 26071 → 22208" in shown
+    assert main(["decide", "--json", str(tmp_path)]) == 0
+    costs = json.loads(capsys.readouterr().out)["costs"]
+    assert costs["bf16"] == cost_tables(made, rows)["bf16"].model_dump(mode="json")
+    # What really ran goes over what the window file says of it.
+    lines = [
+        {"event": "proved", "arm": arm, "argv": ["serve", *words.split(), "--slab", arm]}
+        for arm, words in SHAPES.items()
+    ]
+    (tmp_path / STARTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["decide", str(tmp_path)]) == 0
+    assert "differs in --slab: control → bf16" in capsys.readouterr().out
 
 
 def test_the_reports_show_it(tmp_path: Path) -> None:
