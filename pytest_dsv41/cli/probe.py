@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..text import counted, one_line
 from .arguments import new_file, seconds
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class _Run:
             depth = window - tokens if text == "window" else _tokens(text)
             if depth < 64 or depth + tokens > window:
                 raise UsageError(
-                    f"--depth {text}: {depth} prompt tokens and {tokens} of answer; the server's "
-                    f"window is {window}"
+                    f"--depth {text}: {depth:,} prompt tokens and {tokens:,} of answer; the "
+                    f"server's window is {window:,}"
                 )
             found.append(depth)
         return found
@@ -139,11 +140,15 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import MeasurementFailed, MeasurementRefused, UsageError
     from ..measure import Endpoint, Reader
     from ..measure.probes import PromptMaker, read_shape
-    from ..text import one_line
+    from ..measure.probes.laws import MIN_RATE_TOKENS
     from .measure import shown, stop_on_signals
 
     if args.slots is not None and args.slots < 1:
         raise UsageError(f"--slots {args.slots}: at least 1")
+    if args.what == "ladder" and args.tokens < MIN_RATE_TOKENS:
+        raise UsageError(f"--tokens {args.tokens}: a rate needs {MIN_RATE_TOKENS}")
+    if args.tokens < 1:
+        raise UsageError(f"--tokens {args.tokens}: at least 1")
     if args.out is not None:
         new_file(args.out, "an answer is never overwritten")
     own = _own_text(args.text)
@@ -235,7 +240,7 @@ def _prefill(run: _Run) -> _Answer:
     lines: list[str] = []
     for depth in run.depths(PREFILL_TOKENS):
         for which in ("cold", "warm", "hit"):
-            name = f"{depth} tokens, {which}"
+            name = f"{depth:,} tokens, {which}"
             run.show(f"prompts of {name}")
             groups = prefill_groups(run.maker, f"prefill-{which}", depth, salt="probe")
             for group in groups:
@@ -260,7 +265,7 @@ def _prefill(run: _Run) -> _Answer:
             speed = "" if rate is None or which == "hit" else f", {rate.value:,.0f} tokens/s"
             lines.append(
                 f"prefill {name}: {shown}{speed}, "
-                f"{server.cached_tokens} of {server.prompt_tokens} tokens cached"
+                f"{server.cached_tokens or 0:,} of {server.prompt_tokens or 0:,} tokens cached"
             )
     return {"rows": rows}, lines, 0
 
@@ -302,7 +307,7 @@ def _ladder(run: _Run) -> _Answer:
     lines: list[str] = []
     for count in dict.fromkeys((1, streams)):
         for depth in run.depths(run.args.tokens):
-            name = f"{count} stream{'s' if count > 1 else ''} at {depth}"
+            name = f"{counted(count, 'stream')} at {depth:,} tokens"
             run.show(f"prompts of {name}")
             sent = ladder_requests(run.maker, count, depth, run.args.tokens, salt="probe")
             rung = rung_of(run.measure(list(sent), name), depth=depth, corpus=run.maker.corpus)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pytest_dsv41.errors import MeasurementRefused
+from pytest_dsv41.text import counted
 
 __all__ = ["Served", "agreed", "whole_above"]
 
@@ -49,8 +50,8 @@ class Served:
     def line(self) -> str:
         """The shape in one line, as a person says it."""
         parts = [
-            f"{self.slots} slots" if self.slots else "slots not told",
-            f"a window of {self.window} tokens" if self.window else "window not told",
+            counted(self.slots, "slot") if self.slots else "slots not told",
+            f"a window of {self.window:,} tokens" if self.window else "window not told",
             f"KV {self.kv_dtype}" if self.kv_dtype else "KV dtype not told",
         ]
         return ", ".join(parts)

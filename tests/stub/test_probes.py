@@ -212,7 +212,14 @@ def test_a_ladder_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         wide = capsys.readouterr().err
     assert [rung["streams"] for rung in told["rungs"]] == [1, 2]
     assert all(len(rung["rates"]) == rung["streams"] for rung in told["rungs"])
-    assert "1024 prompt tokens and 128 of answer; the server's window is 1024" in wide
+    assert "1,024 prompt tokens and 128 of answer; the server's window is 1,024" in wide
+
+
+def test_a_ladder_too_short_for_a_rate_is_refused_before_it_begins(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["probe", "http://127.0.0.1:9", "ladder", "--tokens", "127"]) == 4
+    assert capsys.readouterr().err == "dsv41 probe: --tokens 127: a rate needs 128\n"
 
 
 def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,3 +229,4 @@ def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         "dsv41 probe: REFUSED shape: http://127.0.0.1:9/v1/models did not answer"
     )
     assert len(said.splitlines()) == 1
+    assert "[Errno" not in said
