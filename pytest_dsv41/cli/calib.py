@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{counted(done.tokens, 'token')} of {counted(done.prompts, 'prompt')}: {how}")
     for source, row in done.sources.items():
         print(
-            f"  {one_line(source, 60):<40} {row['prompts']:>7} prompts {row['tokens']:>12,} tokens"
+            f"  {one_line(source, 60):<40} {counted(row['prompts'], 'prompt'):>15} "
+            f"{counted(row['tokens'], 'token'):>20}"
         )
     print(f"receipt: {folder / 'receipt.json'}")
     return 0

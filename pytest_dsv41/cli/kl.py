@@ -116,6 +116,8 @@ def _verify(args: argparse.Namespace) -> int:
     from ..errors import MeasurementRefused
     from ..quality.reference import TopkRecording, open_recording, verify
 
+    if not args.recording.exists():
+        raise UsageError(f"{args.recording}: no such file or folder")
     try:
         recording = open_recording(args.recording)
         with _progress("verifying") as progress:

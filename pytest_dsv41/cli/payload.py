@@ -67,11 +67,16 @@ def _manifest(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from ..payload.manifest import KIND, verify_payload
+    from ..errors import UsageError
+    from ..payload.manifest import KIND, load_manifest, verify_payload
     from ..payload.runner import from_copy, swept
     from ..payload.shown import Shown
     from ..payload.step import Step
 
+    # Before the step has a folder: a mistyped name leaves none.
+    load_manifest(args.manifest)
+    if not args.folder.is_dir():
+        raise UsageError(f"{args.folder}: no such folder")
     folder = args.step or args.manifest.with_name(f"{args.manifest.name}.run")
     code = from_copy(folder, args.words) if args.alone else ""
     with swept(folder), Step(folder, KIND, code=code) as step, Shown(sys.stderr) as show:

@@ -399,7 +399,7 @@ class _Run:
                         flying[asyncio.create_task(self._send(client, sent))] = sent
                     if not flying:
                         raise MeasurementFailed(
-                            "corpus", f"{self._corpus.path}: ended at {self._told()}"
+                            "corpus", f"{self._corpus.path}: the corpus ended at {self._told()}"
                         )
                     ready, _ = await asyncio.wait(
                         flying, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED

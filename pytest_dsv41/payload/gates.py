@@ -387,6 +387,9 @@ def run_gate(
             )
     else:
         note = ""
+    # A name that is mistyped must not cost the receipt of a step that is done.
+    for path in gate.inputs:
+        identity(path)
     step.begin({"gate": str(gate.path), "command": gate.table.command, "note": note})
     scripts = copy_scripts(step.folder / "scripts", gate.base, gate.table.scripts)
     inputs = _hashed(gate.inputs, _bytes(show, "hashing inputs"), scripts, gate.base)

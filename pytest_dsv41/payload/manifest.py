@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pytest_dsv41.errors import RefusedByWorld, SpecError, UsageError
 from pytest_dsv41.payload.hashing import hash_file, identity, tell_bytes
 from pytest_dsv41.payload.step import Step, Untrusted
-from pytest_dsv41.text import one_line
+from pytest_dsv41.text import counted, one_line
 
 __all__ = ["MANIFEST", "Manifest", "Verified", "load_manifest", "make_manifest", "verify_payload"]
 
@@ -221,7 +221,7 @@ def _cheap(folder: Path, manifest: Manifest, ignore: Sequence[str]) -> list[str]
     wanted = {file.path: file for file in manifest.files}
     problems = []
     if len(there) != len(wanted):
-        problems.append(f"{len(there)} files, the manifest has {len(wanted)}")
+        problems.append(f"{counted(len(there), 'file')}, the manifest has {len(wanted)}")
     problems += [f"{one_line(name)}: not in the manifest" for name in sorted(there - set(wanted))]
     for name, file in wanted.items():
         if name not in there:
@@ -229,7 +229,7 @@ def _cheap(folder: Path, manifest: Manifest, ignore: Sequence[str]) -> list[str]
             continue
         size = identity(folder / name)[0]
         if size != file.bytes:
-            problems.append(f"{name}: {size} bytes, the manifest says {file.bytes}")
+            problems.append(f"{name}: {counted(size, 'byte')}, the manifest says {file.bytes:,}")
     return problems
 
 

@@ -130,6 +130,16 @@ def test_all_checks_before_are_evaluated_and_nothing_is_run(place: Path) -> None
     assert not (place / "run" / "receipt.json").exists()
 
 
+@pytest.mark.parametrize("name", ["convert.sh", "recipe"])
+def test_an_input_that_is_missing_costs_no_receipt(place: Path, name: str) -> None:
+    assert go(place).status == "complete"
+    kept = {p.name: p.read_bytes() for p in (place / "run").iterdir() if p.is_file()}
+    (place / name).rename(place / "elsewhere")
+    with pytest.raises(UsageError, match=f"{name}: "):
+        go(place, again=True)
+    assert kept == {p.name: p.read_bytes() for p in (place / "run").iterdir() if p.is_file()}
+
+
 def test_a_converter_that_writes_too_little_gets_no_receipt(place: Path) -> None:
     (place / "size").write_text(str(2 * MIB - 1))
     done = go(place)

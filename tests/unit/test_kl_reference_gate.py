@@ -189,6 +189,7 @@ def test_the_commands_and_their_exit_codes(
 ) -> None:
     logp = draw(1, DOCS, 40)
     good = write_kld(tmp_path / "good", DOCS, logp)
+    assert main(["kl", "verify", str(tmp_path / "mistyped")]) == 4
     assert main(["kl", "verify", str(good)]) == 0
     assert "whole: 20 rows of 40 tokens, documents: 1, small-bf16" in capsys.readouterr().out
     raw = bytearray((good / "logp.f16").read_bytes())

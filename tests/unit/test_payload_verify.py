@@ -70,7 +70,7 @@ def test_its_own_manifest_is_the_one_made_by_hand(place: Path) -> None:
     [
         (lambda p: (p / "a.bin").unlink(), ["3 files, the manifest has 4", "a.bin: missing"]),
         (lambda p: (p / "x").touch(), ["5 files, the manifest has 4", "x: not in the manifest"]),
-        (lambda p: (p / "a.bin").write_bytes(b"a"), ["a.bin: 1 bytes, the manifest says 5000"]),
+        (lambda p: (p / "a.bin").write_bytes(b"a"), ["a.bin: 1 byte, the manifest says 5,000"]),
         (lambda p: (p / "a.bin").rename(p / "z"), ["z: not in the manifest", "a.bin: missing"]),
         (lambda p: (p / "b.bin").write_bytes(b"B" + b"b" * 6999), ["b.bin: sha256 "]),
         (
@@ -219,6 +219,11 @@ def test_the_command_answers_0_2_and_4(place: Path) -> None:
     done = dsv41(place, "verify", "payload", "m.json", "--resume")
     assert done.returncode == 2
     assert "WRONG a.bin: 0 bytes" in done.stderr
+    for words in (("payload", "mistyped"), ("mistyped", "m.json")):
+        done = dsv41(place, "verify", *words)
+        assert done.returncode == 4
+        assert done.stderr.startswith("dsv41 payload: mistyped: ")
+    assert not (place / "mistyped.run").exists()
 
 
 @pytest.mark.slow
