@@ -28,7 +28,7 @@ from ..window.claims import judge_claims
 from ..window.cost import cost_tables
 from ..window.plan import Plan
 from ..window.quality import judge_quality
-from ..window.served import read_served
+from ..window.served import STARTS, read_served
 from ..window.summary import (
     RESTORE_FAILED,
     RESTORE_NOT_NEEDED,
@@ -102,7 +102,7 @@ def finish_window(
     plan, values, fault = _read(folder)
     stopped = stopped or fault
     record = read_record(folder)
-    alerts = list(closed.alerts)
+    alerts = [*closed.alerts, *_told(folder)]
     prior, served = read_prior(folder, plan), read_served(folder)
     outcome = conclude(
         plan,
@@ -174,6 +174,15 @@ def finish_window(
     )
     write_summary(folder, summary)
     return summary
+
+
+def _told(folder: Path) -> list[str]:
+    """What a target saw of others' work on its unit while production was down."""
+    try:
+        lines = read_json_lines(folder / STARTS)
+    except (OSError, ValueError):
+        return []
+    return [one_line(str(x.get("line")), 600) for x in lines if x.get("event") == "told"]
 
 
 def _seam_note(closed: CloseResult) -> tuple[str, ...]:

@@ -53,6 +53,7 @@ from ..unit.live import LiveUnit, UnitState
 from ..unit.masking import masked_words
 from ..unit.memory import Ledger
 from ..unit.proof import Expected, mismatches
+from ..unit.unitfile import parse_environment_file
 from ..window.served import STARTS
 from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
 from .filling import fill
@@ -69,10 +70,15 @@ _OF_A_START: Final = frozenset(
     {
         *("INVOCATION_ID", "JOURNAL_STREAM", "SYSTEMD_EXEC_PID", "MAINPID", "WATCHDOG_PID"),
         *("NOTIFY_SOCKET", "MEMORY_PRESSURE_WATCH", "MEMORY_PRESSURE_WRITE", "WATCHDOG_USEC"),
-        *("CREDENTIALS_DIRECTORY", _MARK),
+        *("CREDENTIALS_DIRECTORY", "LISTEN_PID", "LISTEN_PIDFDID", "MANAGERPIDFDID"),
+        *("TRIGGER_UNIT", "TRIGGER_PATH", "TRIGGER_TIMER_REALTIME_USEC"),
+        *("TRIGGER_TIMER_MONOTONIC_USEC", "MONITOR_SERVICE_RESULT", "MONITOR_EXIT_CODE"),
+        *("MONITOR_EXIT_STATUS", "MONITOR_INVOCATION_ID", "MONITOR_UNIT", "DEBUG_INVOCATION"),
+        _MARK,
     }
 )
-"""What systemd gives each start anew, and our own mark: no part of a shape."""
+"""What systemd gives each start anew or by what has started it, and our own mark: no part of a
+shape (systemd.exec(5))."""
 # What a card or an allocator decides anew at every boot; all other facts follow from the shape.
 _OF_A_BOOT: Final = frozenset(
     {"settled free", "unclaimed", "not accounted", "weights pool free", "mover took"}
@@ -350,13 +356,27 @@ class SystemdUnitTarget:
             raise RefusedByWorld(f"{self._login.name}:{self._table.env_file}: no such file")
         if not shape["argv"]:
             raise RefusedByWorld(f"{self._table.unit} has no main process that can be seen")
+        self._given_by(unit)
+        along = self._unit.dependents()
+        if along:
+            raise RefusedByWorld(
+                f"a stop of {self._table.unit} also stops {one_line(', '.join(along))}, which "
+                "nothing starts again: stop them first"
+            )
         self._undrifted()
         self._named_by_arms(base64.b64decode(shape["env_file"]["base64"]))
         return {**shape, "definition": self.describe(), "payloads": self._payloads()}
 
     def stop_production(self) -> None:
-        """Prove that the capture can bring the unit back, and stop it."""
+        """Prove that the capture can bring the unit back, and stop it.
+
+        Raises:
+            WindowStopped: it is another window's start by now.
+        """
         self._captured()
+        experiment = self._experiment(self._unit.look())
+        if experiment:
+            raise WindowStopped(f"production-stop: {experiment}; not touched")
         self._unit.stop("production-stop", self._limit("stop_s", 60.0))
 
     def start_production(self) -> None:
@@ -371,7 +391,7 @@ class SystemdUnitTarget:
         captured = None
         with contextlib.suppress(RefusedByWorld):
             captured = self._captured()
-        written = captured is not None and self._put_env_file_back(captured)
+        written = captured is not None and self._put_env_file_back(name, captured)
         unit = self._unit.look()
         begun = unit.down or written
         if captured is not None:
@@ -389,6 +409,8 @@ class SystemdUnitTarget:
             raise StartFailed(f"{name}: {error}") from error
         if apart:
             raise StartFailed(f"{name}: {self._table.unit} is not as captured: {apart[0]}")
+        if captured is not None:
+            self._tell_what_stays(captured)
 
     def end_production(self) -> None:
         """The unit serves always: nothing."""
@@ -422,11 +444,12 @@ class SystemdUnitTarget:
             written = self._write_start(name, start, arm, captured)
             self._unit.reload(name)
             unit = self._unit.look()
-            expected = {*captured["drop_ins"], self._drop_in}
-            if unit.drop_ins[-1:] != (self._drop_in,) or set(unit.drop_ins) != expected:
-                strange = [path for path in unit.drop_ins if path not in expected]
-                what = f"{strange[0]} came meanwhile" if strange else "ours is not the last"
-                raise WindowStopped(f"{name}: the drop-ins of {self._table.unit}: {what}")
+            meanwhile = _files_apart(captured, self._files(unit, own=False))
+            if not meanwhile and unit.drop_ins[-1:] != (self._drop_in,):
+                there = self._drop_in in unit.drop_ins
+                meanwhile = [f"{self._drop_in} is {'not the last' if there else 'not loaded'}"]
+            if meanwhile:
+                raise WindowStopped(f"{name}: {self._table.unit}: {meanwhile[0]}, by somebody else")
             self._unit.restart(name)
             unit = self._wait(name, unit, strict=True)
             self._prove(start, arm, unit)
@@ -505,9 +528,10 @@ class SystemdUnitTarget:
         left = self.live_experiments()
         for path, sha256 in self._written():
             data = self._root.read(path)
-            if data is not None and _sha256(data) == sha256:
-                left.append(f"{path} lies there")
-        return left
+            if path != self._drop_in and data is not None:
+                changed = ", changed by somebody" if _sha256(data) != sha256 else ""
+                left.append(f"{path} lies there{changed}")
+        return list(dict.fromkeys(left))
 
     # -- for a rollback ----------------------------------------------------------------------------
 
@@ -537,8 +561,7 @@ class SystemdUnitTarget:
         """
         live, captured = self.live_experiments(), self._captured()
         unit = self._unit.look()
-        own = tuple(path for path in unit.drop_ins if path != self._drop_in)
-        foreign = _files_apart(captured, self._shape(dataclasses.replace(unit, drop_ins=own)))
+        foreign = _files_apart(captured, self._files(unit, own=False))
         if foreign:
             raise RefusedByWorld(
                 f"{self._login.name}: {foreign[0]} since the window's capture, and not by it; "
@@ -556,14 +579,22 @@ class SystemdUnitTarget:
             ledger = self._unit.ledger(self._unit.boot_log(unit))
         return {
             "unit": self._table.unit,
-            "fragment": {unit.fragment: self._digest(unit.fragment)} if unit.fragment else {},
-            "drop_ins": {path: self._digest(path) for path in unit.drop_ins},
+            **self._files(unit),
+            "environment_files": [list(each) for each in unit.environment_files],
             "enabled": unit.enabled,
             "argv": masked_words(argv),
             "argv_sha256": _argv_sha256(argv),
             "environment": _hashed(self._unit.environ(unit)),
             "env_file": self._env_file(keep_bytes),
             "ledger": None if ledger is None or ledger.missing else _kept_facts(ledger),
+        }
+
+    def _files(self, unit: UnitState, *, own: bool = True) -> dict[str, Any]:
+        """The loaded unit file and drop-ins by sha256; without `own` the start's is left out."""
+        drop_ins = [path for path in unit.drop_ins if own or path != self._drop_in]
+        return {
+            "fragment": {unit.fragment: self._digest(unit.fragment)} if unit.fragment else {},
+            "drop_ins": {path: self._digest(path) for path in drop_ins},
         }
 
     def _env_file(self, keep_bytes: bool) -> dict[str, str] | None:
@@ -573,11 +604,11 @@ class SystemdUnitTarget:
             return None
         said = self._read_command(["stat", "-L", "-c", "%a %u:%g", "--", path], "env-file")
         mode, owner = said.split()
+        # A link stays a link: what is written is what it leads to.
         kept = {"path": path, "sha256": _sha256(data), "mode": mode, "owner": owner}
+        kept["real"] = self._real(path)
         if keep_bytes:
-            # A link stays a link: what is written is what it leads to.
-            real = self._read_command(["readlink", "-f", "--", path], "env-file").strip()
-            kept |= {"real": real, "base64": base64.b64encode(data).decode("ascii")}
+            kept["base64"] = base64.b64encode(data).decode("ascii")
         return kept
 
     def _apart(self, captured: Mapping[str, Any]) -> list[str]:
@@ -586,7 +617,9 @@ class SystemdUnitTarget:
         found = _files_apart(captured, now)
         was, is_now = captured["env_file"], now["env_file"]
         if is_now is None or any(was[key] != is_now[key] for key in ("sha256", "mode", "owner")):
-            found.append(f"{was['path']} is not as it was")
+            leads = self._real(was["path"])
+            to = "" if leads == was["real"] else f": it leads to {one_line(leads, 200)}"
+            found.append(f"{was['path']} is not as it was{to}")
         if now["argv_sha256"] != captured["argv_sha256"]:
             found.append(f"it runs {one_line(shlex.join(now['argv']), 600) or 'nothing'}")
         before, after = captured["environment"], now["environment"]
@@ -623,20 +656,62 @@ class SystemdUnitTarget:
             raise RefusedByWorld(f"{path}: the environment file's sha256 does not fit its bytes")
         return configuration
 
-    def _put_env_file_back(self, captured: Mapping[str, Any]) -> bool:
+    def _put_env_file_back(self, name: str, captured: Mapping[str, Any]) -> bool:
         """Write the captured bytes where others lie now; those are kept in the window's folder.
 
-        Whether anything had to be written.
+        Whether anything had to be written. What somebody did to the file meanwhile is told.
         """
         kept = captured["env_file"]
-        now = self._env_file(keep_bytes=False)
+        path, real = kept["path"], kept["real"]
+        leads = self._real(path)
+        if path != real != leads:
+            # A link that somebody has turned: what it led to is as it was, and the link is theirs.
+            return False
+        try:
+            now = self._env_file(keep_bytes=False)
+        except CommandFailed:
+            # A link to nothing, or what is no file.
+            now = None
         if now is not None and all(now[key] == kept[key] for key in ("sha256", "mode", "owner")):
             return False
-        found = self._root.read(kept["real"])
-        if found is not None and _sha256(found) != kept["sha256"]:
-            write_atomic(self._context.folder / f"env-found-{_sha256(found)[:12]}", found)
-        self._install(kept["real"], base64.b64decode(kept["base64"]), kept["mode"], kept["owner"])
+        data = None if now is None else self._root.read(path)
+        changed = data is not None and _sha256(data) != kept["sha256"]
+        what = "was gone"
+        if data is not None and changed:
+            found = f"env-found-{_sha256(data)[:12]}"
+            write_atomic(self._context.folder / found, data)
+            what = f"was changed (what lay there is kept as {found})"
+        if leads != real:
+            what = f"was made a link to {one_line(leads, 200)}, which is not touched"
+        elif now is not None and not changed:
+            what = f"had mode {now['mode']} and owner {now['owner']}"
+        # Whoever else was killed between the bytes and their owner has told of the bytes.
+        if not what.startswith("had") or not self._records("told"):
+            self._tell(f"{path} {what} during the window and not by it; it is as captured again")
+        try:
+            self._install(real, base64.b64decode(kept["base64"]), kept["mode"], kept["owner"])
+        except CommandFailed as error:
+            raise StartFailed(f"{name}: {error}") from error
         return True
+
+    def _tell_what_stays(self, captured: Mapping[str, Any]) -> None:
+        """Tell what somebody did to the unit that is no part of its shape, and stays as it is."""
+        now, real = self._unit.look().enabled, self._real(captured["env_file"]["path"])
+        if now != captured["enabled"]:
+            self._tell(
+                f"{self._table.unit} is {now or 'nothing'} now and was {captured['enabled']}, by "
+                "somebody during the window; it is left so"
+            )
+        if real != captured["env_file"]["real"]:
+            self._tell(
+                f"{captured['env_file']['path']} leads to {one_line(real, 200)} now, by somebody "
+                "during the window, with the same bytes; it is left so"
+            )
+
+    def _tell(self, line: str) -> None:
+        """Keep a line for the window's alerts, once."""
+        if line not in [record["line"] for record in self._records("told")]:
+            self._note({"event": "told", "line": line})
 
     def _knobs_clear_their_floor(self) -> None:
         """The kernel's limit allows a start, so that what is stopped can come up again. Reads only.
@@ -682,6 +757,44 @@ class SystemdUnitTarget:
                 f"{self._table.unit} has drifted: [{left[0].id}] {left[0].kind}: {left[0]}{more}; "
                 "dsv41 unit drift says all; what is accepted goes into target.registered_drift"
             )
+
+    def _given_by(self, unit: UnitState) -> None:
+        """The unit is given `env_file`, in the way that the table says, and an arm's in its place.
+
+        Raises:
+            RefusedByWorld: it reads another file, or an arm's would not be read.
+        """
+        table, name = self._table, self._table.env_var
+        files = [path for path, _ in unit.environment_files]
+        if not name:
+            if table.env_file not in files:
+                reads = f"reads {one_line(', '.join(files))}" if files else "reads none"
+                raise RefusedByWorld(
+                    f"{table.unit} {reads} by EnvironmentFile=, and target.env_file is "
+                    f"{table.env_file}: name it as the unit does, or the variable by which the "
+                    "unit is given it (target.env_var)"
+                )
+            return
+        given = self._unit.environ(unit).get(name, table.env_file)
+        if given != table.env_file and self._real(given) != self._real(table.env_file):
+            raise RefusedByWorld(
+                f"{table.unit} runs with {name} {one_line(given, 200)}, and target.env_file is "
+                f"{table.env_file}"
+            )
+        for path in files:
+            if name in parse_environment_file(self._root.read(path) or b""):
+                raise RefusedByWorld(
+                    f"{path}: it sets {name} for {table.unit}, and goes over what an arm would "
+                    "be given; leave target.env_var out and name that file in target.env_file"
+                )
+        if unit.dynamic_user and table.manager == "system":
+            raise RefusedByWorld(
+                f"{table.unit} has DynamicUser=yes: no file can be given to a user that is there "
+                "only while it runs; leave target.env_var out, and systemd reads the file"
+            )
+
+    def _real(self, path: str) -> str:
+        return self._read_command(["readlink", "-m", "--", path], "real-path").strip()
 
     def _named_by_arms(self, env_file: bytes) -> None:
         """Every arm's variant can be written, and the paths that it names are there."""
@@ -783,6 +896,17 @@ class SystemdUnitTarget:
             raise WindowStopped(f"{start} does not serve arm {arm.name}: {'; '.join(faults)}")
         for other in self._records("proved"):
             alike = other["argv_sha256"] == proof["argv_sha256"]
+            if other["arm"] == arm.name and not other["faults"]:
+                was, now = other["environment"], proof["environment"]
+                names = {n for n in {*was, *now} - {by_name} if was.get(n) != now.get(n)}
+                differs = ["the command line"] if not alike else []
+                differs += [one_line(f"the environment ({', '.join(sorted(names))})")] * bool(names)
+                if differs:
+                    raise WindowStopped(
+                        f"{start} and {other['start']} are both arm {arm.name}, and differ in "
+                        f"{' and '.join(differs)}: something that the unit reads was changed "
+                        "between them"
+                    )
             if not alike or other["arm"] == arm.name or other["faults"]:
                 continue
             # A change that only the environment holds may have been read by nobody.
@@ -828,13 +952,19 @@ class SystemdUnitTarget:
             where=self._table.env_file,
             sourced=bool(self._table.env_var),
         )
-        given = f"Environment={self._table.env_var}={path}"
+        given = [f"Environment={self._table.env_var}={path}"]
+        if not self._table.env_var:
+            # In its own place among the unit's files: each goes over those before it.
+            given = ["EnvironmentFile="]
+            for file, optional in captured["environment_files"]:
+                shown = path if file == self._table.env_file else file
+                given.append(f"EnvironmentFile={'-' if optional else ''}{shown.replace('%', '%%')}")
         lines = [
             f"# {_HEADER}{self._context.window_id}, {start}",
             "# Taken away when the start ends; a reboot takes it away too.",
             "[Service]",
             f"Environment={_MARK}={self._mark(start)}",
-            given if self._table.env_var else f"EnvironmentFile={path}",
+            *given,
         ]
         drop_in = ("\n".join(lines) + "\n").encode()
         there = self._root.read(self._drop_in)
@@ -849,6 +979,8 @@ class SystemdUnitTarget:
             }
         )
         unit = self._unit.look()
+        if not unit.down:
+            raise WindowStopped(f"{name}: {self._table.unit} is {unit.active}: somebody started it")
         # What reads the file: systemd itself, or the service as its user.
         reader = unit.user if self._table.env_var and self._table.manager == "system" else ""
         self._install(path, data, "600", reader)
@@ -875,6 +1007,12 @@ class SystemdUnitTarget:
         there = self._root.read(self._drop_in)
         if there is not None and not self._is_ours(there):
             raise TransportError(f"{name}: {self._drop_in}: {self._whose(there)}")
+        runs_as = "" if unit.down else self._unit.environ(unit).get(_MARK, "")
+        if runs_as and not runs_as.startswith(f"{self._context.window_id}/"):
+            raise TransportError(
+                f"{name}: {self._table.unit} runs as {one_line(runs_as)}, not this window's; "
+                "not touched"
+            )
         if self._experiment(unit) and not unit.down:
             self._unit.stop(name, self._limit("stop_s", 60.0))
         elif there is not None and unit.down:
@@ -900,6 +1038,8 @@ class SystemdUnitTarget:
 
     def _whose(self, data: bytes | None) -> str:
         first = (data or b"").partition(b"\n")[0].decode("utf-8", "replace")
+        if first.startswith(f"# {_HEADER}{self._context.window_id}, "):
+            return "this window's, and somebody has changed it; not touched: move it away first"
         if first.startswith(f"# {_HEADER}"):
             return f"it says it is of {one_line(first.removeprefix(f'# {_HEADER}'))}; not touched"
         return "it is not a window's; not touched"

@@ -29,8 +29,11 @@ _KILLED_S: Final = 10.0
 _BOOT_BYTES: Final = 4_000_000
 _PROPERTIES: Final = (
     *("LoadState", "ActiveState", "Result", "MainPID", "NRestarts", "InvocationID"),
-    *("DropInPaths", "FragmentPath", "UnitFileState", "User"),
+    *("DropInPaths", "FragmentPath", "UnitFileState", "User", "DynamicUser", "EnvironmentFiles"),
 )
+# Those that a stop of this unit takes along, and that nothing starts again with it.
+_DEPENDENTS: Final = ("RequiredBy", "RequisiteOf", "BoundBy", "ConsistsOf", "PropagatesStopTo")
+_IGNORED: Final = " (ignore_errors="
 
 BOOT_LOG: Final = f"""\
 journalctl --no-pager -q -o cat "_SYSTEMD_INVOCATION_ID=$1" | head -c {_BOOT_BYTES}
@@ -52,6 +55,9 @@ class UnitState:
     fragment: str
     enabled: str
     user: str
+    dynamic_user: bool
+    environment_files: tuple[tuple[str, bool], ...]
+    """Path as it is loaded, and whether it may be missing; in the order in which they are read."""
 
     @property
     def down(self) -> bool:
@@ -107,9 +113,11 @@ class LiveUnit:
             name="unit",
             deadline_s=_DEADLINE_S,
         )
-        found = dict(line.partition("=")[::2] for line in done.stdout.splitlines() if "=" in line)
+        lines = [line.partition("=")[::2] for line in done.stdout.splitlines() if "=" in line]
+        found = dict(lines)
         if "ActiveState" not in found:
             raise CommandFailed(f"systemctl show {self.name}: no answer", 1)
+        files = [v.rpartition(_IGNORED) for k, v in lines if k == "EnvironmentFiles" and v]
         return UnitState(
             load=found.get("LoadState", ""),
             active=found["ActiveState"],
@@ -121,7 +129,29 @@ class LiveUnit:
             fragment=found.get("FragmentPath", ""),
             enabled=found.get("UnitFileState", ""),
             user=found.get("User", ""),
+            dynamic_user=found.get("DynamicUser") == "yes",
+            environment_files=tuple((path, may == "yes)") for path, _, may in files),
         )
+
+    def dependents(self) -> list[str]:
+        """The active units that a stop of this one takes along: its start brings none of them back.
+
+        Raises:
+            CommandFailed, TransportError: systemd does not tell.
+        """
+        asked = [*self._manager, "show", f"--property={','.join(_DEPENDENTS)}", "--", self.name]
+        done = self.host.run(asked, name="dependents", deadline_s=_DEADLINE_S)
+        lines = [line.partition("=")[2] for line in done.stdout.splitlines()]
+        names = sorted({name for line in lines for name in line.split()})
+        if not names:
+            return []
+        asked = [*self._manager, "show", "--property=Id,ActiveState", "--", *names]
+        done = self.host.run(asked, name="dependents", deadline_s=_DEADLINE_S)
+        each = [
+            dict(x.partition("=")[::2] for x in b.splitlines()) for b in done.stdout.split("\n\n")
+        ]
+        up = ("active", "activating", "reloading", "refreshing")
+        return [one["Id"] for one in each if one.get("ActiveState") in up and "Id" in one]
 
     def argv(self, state: UnitState) -> tuple[str, ...]:
         """The server's words: the main process's, or its container's."""

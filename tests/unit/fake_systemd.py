@@ -27,6 +27,8 @@ _NEW: dict[str, Any] = {
     "restarts": 0,
     "starts": 0,
     "loaded": {},
+    "env_files": [],
+    "enabled": "enabled",
     "drop_ins": [],
 }
 
@@ -66,7 +68,7 @@ def assigned(data: bytes | None) -> dict[str, str]:
 def reload(machine: Machine) -> None:
     now = state(machine)
     now["drop_ins"] = drop_ins(machine)
-    now["loaded"] = {}
+    now["loaded"], now["env_files"] = {}, []
     for path in (UNIT_FILE, *now["drop_ins"]):
         for line in (machine.load(path) or b"").decode().splitlines():
             key, _, value = line.partition("=")
@@ -74,7 +76,8 @@ def reload(machine: Machine) -> None:
                 name, _, word = value.partition("=")
                 now["loaded"][name] = word
             if key == "EnvironmentFile":
-                now["loaded"] |= assigned(machine.load(value))
+                files = [*now["env_files"], value.replace("%%", "%")]
+                now["env_files"] = files if value else []
     keep(machine, now)
 
 
@@ -84,8 +87,10 @@ def start(call: Call) -> None:
         machine.kill(now["pid"])
     now["starts"] += 1
     now["restarts"] = 0
-    loaded: dict[str, str] = now["loaded"]
-    read = assigned(machine.load(loaded.get("SERVE_ENV_FILE", "")))
+    loaded: dict[str, str] = dict(now["loaded"])
+    for path in now["env_files"]:
+        loaded |= assigned(machine.load(path.removeprefix("-")))
+    read = loaded | assigned(machine.load(loaded.get("SERVE_ENV_FILE", "")))
     kv = read.get("KV", "f16")
     # As a script with a mistake would: it takes what it always took.
     inside = read.get("INSIDE", "")
@@ -128,14 +133,24 @@ def systemctl(call: Call) -> Reply:
             "InvocationID": f"run{now['starts']}",
             "DropInPaths": " ".join(now["drop_ins"]),
             "FragmentPath": UNIT_FILE,
-            "UnitFileState": "enabled",
+            "UnitFileState": now["enabled"],
             "User": "serve",
+            "DynamicUser": "no",
+            "EnvironmentFiles": "\nEnvironmentFiles=".join(
+                f"{x.removeprefix('-')} (ignore_errors={'yes' if x[0] == '-' else 'no'})"
+                for x in now["env_files"]
+            ),
+            "RequiredBy": (machine.load("/fake/required-by") or b"").decode(),
         }
-        return Reply(out="".join(f"{name}={said[name]}\n" for name in wanted))
+        if words[1] == "--property=Id,ActiveState":
+            return Reply(out="".join(f"Id={name}\nActiveState=active\n\n" for name in words[2:]))
+        return Reply(out="".join(f"{name}={said.get(name, '')}\n" for name in wanted))
     if verb == "daemon-reload":
         reload(machine)
     elif verb in ("start", "restart"):
         start(call)
+    elif verb == "disable":
+        keep(machine, {**now, "enabled": "disabled"})
     elif verb in ("stop", "kill"):
         if now["pid"]:
             machine.kill(now["pid"])

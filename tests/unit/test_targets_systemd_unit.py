@@ -438,9 +438,148 @@ def test_our_drop_in_that_somebody_has_changed_is_not_ours(unit: Host) -> None:
     target.start_arm("X", SMALL)
     changed = (unit.host.read(DROP_IN) or b"") + b"Environment=MORE=1\n"
     unit.host.write(DROP_IN, changed)
-    with pytest.raises(TransportError, match="not touched"):
+    with pytest.raises(TransportError, match="somebody has changed it; not touched: move it away"):
         target.stop_all()
     assert unit.host.read(DROP_IN) == changed
+    # Whoever changed it moves it away, and the way back is free.
+    unit.host.remove(DROP_IN)
+    target.stop_all()
+    target.start_production()
+    assert unit.serves_its_own_shape()
+
+
+def test_a_variant_that_somebody_has_changed_is_left_and_told(unit: Host) -> None:
+    target = unit.captured()
+    target.start_arm("X", SMALL)
+    path = f"/run/dsv41/{unit.context.window_id}/X.env"
+    unit.host.write(path, "KV=q4_0\n")
+    target.stop_all()
+    assert unit.host.read(path) == b"KV=q4_0\n"
+    assert target.leftovers() == [f"{path} lies there, changed by somebody"]
+
+
+def test_another_windows_start_is_not_stopped(unit: Host) -> None:
+    target = unit.captured()
+    target.start_arm("X", SMALL)
+    # Somebody took its drop-in away; what runs still says whose it is.
+    unit.host.remove(DROP_IN)
+    unit.run("systemctl", "daemon-reload")
+    context = dataclasses.replace(unit.context, window_id="OTHER-kv-W-20260101T000000Z")
+    other = systemd_unit_target(TABLE, context)
+    with pytest.raises(TransportError, match=r"runs as UNIT-kv-W-.*/X, not this window's"):
+        other.stop_all()
+    with pytest.raises(
+        WindowStopped, match=r"production-stop: .*runs as UNIT-kv-W-.*; not touched"
+    ):
+        other.stop_production()
+    assert target.check_arm("X") is None
+    target.stop_all()
+    target.start_production()
+    assert unit.serves_its_own_shape()
+
+
+def test_a_unit_that_somebody_started_is_not_started_over(unit: Host) -> None:
+    target = unit.captured()
+    unit.run("systemctl", "start", fake_systemd.UNIT)
+    starts = unit.systemd()["starts"]
+    with pytest.raises(WindowStopped, match=r"served\.service is active: somebody started it"):
+        target.start_arm("X", SMALL)
+    assert unit.systemd()["starts"] == starts
+    target.start_production()
+    assert unit.systemd()["starts"] == starts
+    assert unit.serves_its_own_shape()
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "what"),
+    [
+        (f"/etc/systemd/system/{fake_systemd.UNIT}.d/10-new.conf", "[Service]\n", "is new"),
+        (f"/etc/systemd/system/{fake_systemd.UNIT}.d/zzzzz.conf", "[Service]\n", "is new"),
+        (f"/etc/systemd/system/{fake_systemd.UNIT}.d/zzzz-dsv41.conf", "[Service]\n", "is new"),
+        (
+            fake_systemd.UNIT_FILE,
+            f"[Service]\nEnvironment=SERVE_ENV_FILE={ENV_FILE}\n#\n",
+            "changed",
+        ),
+    ],
+)
+def test_what_somebody_loads_meanwhile_ends_the_window(
+    unit: Host, path: str, text: str, what: str
+) -> None:
+    target = unit.captured()
+    target.start_arm("C1", CONTROL)
+    target.stop_arm("C1")
+    unit.host.write(path, text)
+    with pytest.raises(WindowStopped, match=f"{re.escape(path)} {what}, by somebody else"):
+        target.start_arm("X", SMALL)
+    assert unit.systemd()["active"] == "inactive"
+    assert unit.host.read(path) == text.encode()
+    assert unit.host.read(DROP_IN) is None
+
+
+def test_starts_of_one_arm_that_differ_end_the_window(unit: Host) -> None:
+    target = unit.captured()
+    target.start_arm("C1", CONTROL)
+    target.stop_arm("C1")
+    unit.host.write("/fake/key", "canary-88")
+    with pytest.raises(
+        WindowStopped, match=r"C2 and C1 are both arm control, and differ in the comm"
+    ):
+        target.start_arm("C2", CONTROL)
+    assert unit.systemd()["active"] == "inactive"
+
+
+def test_a_variant_takes_the_place_of_the_file_among_the_others(unit: Host) -> None:
+    unit.host.write(
+        fake_systemd.UNIT_FILE,
+        f"[Service]\nEnvironmentFile={ENV_FILE}\nEnvironmentFile=-/etc/serve/50%%.env\n",
+    )
+    unit.host.write("/etc/serve/50%.env", "MODE=local\n")
+    unit.host.write(ENV_FILE, ENVIRONMENT + "MODE=common\n")
+    for verb in ("daemon-reload", "restart"):
+        unit.run("systemctl", verb, fake_systemd.UNIT)
+    target = unit.captured(env_var="")
+    target.start_arm("X", SMALL)
+    assert (unit.host.read(DROP_IN) or b"").decode().splitlines()[-3:] == [
+        "EnvironmentFile=",
+        f"EnvironmentFile=/run/dsv41/{unit.context.window_id}/X.env",
+        "EnvironmentFile=-/etc/serve/50%%.env",
+    ]
+    running = next(iter(unit.world.machine("alpha").processes.values()))
+    assert (running.env["KV"], running.env["MODE"]) == ("q8_0", "local")
+
+
+@pytest.mark.parametrize(
+    ("written", "other", "env_var", "said"),
+    [
+        ("Environment=A=1", "", "", "reads none by EnvironmentFile=, and target.env_file is"),
+        (
+            "EnvironmentFile=/etc/o.env",
+            "",
+            "",
+            r"reads /etc/o\.env by EnvironmentFile=, and target",
+        ),
+        ("Environment=V=/etc/o.env", "", "V", r"runs with V /etc/o\.env, and target\.env_file is"),
+        (f"Environment=V={ENV_FILE}\nEnvironmentFile=/etc/o.env", f"V={ENV_FILE}\n", "V", "over"),
+    ],
+)
+def test_an_arm_that_would_not_be_read_is_refused(
+    unit: Host, written: str, other: str, env_var: str, said: str
+) -> None:
+    unit.host.write("/etc/o.env", other)
+    unit.host.write(fake_systemd.UNIT_FILE, f"[Service]\n{written}\n")
+    for verb in ("daemon-reload", "restart"):
+        unit.run("systemctl", verb, fake_systemd.UNIT)
+    with pytest.raises(RefusedByWorld, match=said):
+        unit.target(env_var=env_var).capture()
+
+
+def test_a_unit_whose_stop_takes_others_along_is_refused(unit: Host) -> None:
+    unit.host.write("/fake/required-by", "proxy.service web.service")
+    with pytest.raises(
+        RefusedByWorld, match=r"also stops proxy\.service, web\.service, which noth"
+    ):
+        unit.target().capture()
 
 
 def test_the_environment_file_comes_back_and_what_lay_there_is_kept(unit: Host) -> None:
@@ -450,6 +589,44 @@ def test_the_environment_file_comes_back_and_what_lay_there_is_kept(unit: Host) 
     assert unit.serves_its_own_shape()
     kept = [path.read_bytes() for path in unit.folder.glob("env-found-*")]
     assert kept == [b"KV=q4_0\n"]
+
+
+def told(unit: Host) -> list[str]:
+    """What the window will say of others' work on the unit."""
+    path = unit.folder / "unit.jsonl"
+    lines = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+    return [line["line"] for line in lines if line["event"] == "told"]
+
+
+def test_what_somebody_did_to_the_environment_file_is_told(unit: Host) -> None:
+    target = unit.captured()
+    target.start_production()
+    assert told(unit) == []
+    unit.run("chmod", "0", ENV_FILE)
+    target.start_production()
+    assert told(unit).pop().startswith(f"{ENV_FILE} had mode 0 and owner 0:0 during the window")
+    unit.host.write(ENV_FILE, "KV=q4_0\n")
+    target.start_production()
+    found = hashlib.sha256(b"KV=q4_0\n").hexdigest()[:12]
+    assert f"was changed (what lay there is kept as env-found-{found}) during" in told(unit)[1]
+    unit.host.remove(ENV_FILE)
+    target.start_production()
+    assert told(unit)[2].startswith(f"{ENV_FILE} was gone during the window and not by it")
+    target.start_production()
+    assert len(told(unit)) == 3
+    assert unit.serves_its_own_shape()
+    assert unit.mode(ENV_FILE) == "640 0:0"
+
+
+def test_a_unit_that_somebody_disabled_is_left_so_and_told(unit: Host) -> None:
+    target = unit.captured()
+    unit.run("systemctl", "disable", fake_systemd.UNIT)
+    target.start_production()
+    assert told(unit) == [
+        "served.service is disabled now and was enabled, by somebody during the window; it is left "
+        "so"
+    ]
+    assert unit.systemd()["enabled"] == "disabled"
 
 
 def test_what_is_not_as_captured_is_no_restore(unit: Host) -> None:
@@ -630,7 +807,7 @@ def test_a_wrong_table_is_one_line(unit: Host, changes: dict[str, Any], told: st
 
 def test_the_pages_example_is_a_target_with_two_arms(unit: Host) -> None:
     page = Path(__file__).parents[2] / "docs" / "own-unit.md"
-    table, arms = re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    table, arms = re.findall(r"^```toml .*?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     target = systemd_unit_target(tomllib.loads(table)["target"], unit.context)
     written = tomllib.loads(arms)["arms"].items()
     target.check([Arm(name, **settings) for name, settings in written])
