@@ -17,6 +17,8 @@ HELP = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    from ..measure.probes.laws import VISION_TOKENS
+
     parser.add_argument("url", metavar="URL", help="http://host:port, https://… or unix:PATH")
     parser.add_argument("--engine", default="", help="default: as the server says")
     parser.add_argument("--model", default="", help="default: the first of /v1/models")
@@ -32,6 +34,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--deadline", type=seconds, default=600.0, metavar="S", help="of all (default: 600)"
+    )
+    parser.add_argument(
+        "--vision-tokens",
+        type=int,
+        default=VISION_TOKENS,
+        metavar="N",
+        help=f"budget of a vision answer, at least {VISION_TOKENS} (default)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON array")
 
@@ -55,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
             model=args.model,
             probes=args.probe,
             deadline_s=args.deadline,
+            vision_tokens=args.vision_tokens,
             progress=lambda name: show(f"fleet-probe: {name}"),
         )
     wrong = [

@@ -27,7 +27,7 @@ import httpx
 
 from pytest_dsv41.engines import Engine, base_url, get_engine, unix_path
 from pytest_dsv41.errors import MeasurementRefused, UsageError
-from pytest_dsv41.measure.probes.laws import VISION_TOKENS
+from pytest_dsv41.measure.probes.laws import VISION_TOKENS, check_vision
 from pytest_dsv41.text import error_line, one_line
 
 __all__ = ["FAIL", "NOT_OFFERED", "PASS", "PROBES", "Probe", "fleet_probe", "solid_png"]
@@ -103,12 +103,19 @@ class _Server:
     """The server under probe, and what it declares of itself."""
 
     def __init__(
-        self, url: str, engine: Engine, model: str, client: httpx.Client, deadline: float
+        self,
+        url: str,
+        engine: Engine,
+        model: str,
+        client: httpx.Client,
+        deadline: float,
+        vision_tokens: int,
     ) -> None:
         self.url = url
         self.engine = engine
         self.model = model
         self.client = client
+        self.vision_tokens = vision_tokens
         self._deadline = deadline
         self.props = self._object("/props")
 
@@ -177,6 +184,7 @@ def fleet_probe(
     model: str = "",
     probes: Sequence[str] = (),
     deadline_s: float = 600.0,
+    vision_tokens: int = VISION_TOKENS,
     progress: Callable[[str], None] | None = None,
 ) -> list[Probe]:
     """Run the probes one after the other and return their answers.
@@ -187,15 +195,18 @@ def fleet_probe(
         model: the served name; empty: the first of `/v1/models`.
         probes: names of `PROBES`; none: all.
         deadline_s: of all probes together; what is not asked in time has failed.
+        vision_tokens: budget of each vision answer; a model that thinks long needs more.
         progress: called with each probe's name before it runs.
 
     Raises:
         UsageError: an unknown probe or engine.
-        MeasurementRefused: kind `models`: nobody answers there.
+        MeasurementRefused: kind `law-vision-budget`: too few `vision_tokens`; kind `models`: nobody
+            answers there.
     """
     for name in probes:
         if name not in PROBES:
             raise UsageError(f"--probe {one_line(name, 40)}: valid: {', '.join(PROBES)}")
+    check_vision(vision_tokens)
     dialect = get_engine(engine)
     deadline = time.monotonic() + deadline_s
     transport = httpx.HTTPTransport(
@@ -203,7 +214,7 @@ def fleet_probe(
     )
     with httpx.Client(transport=transport, trust_env=False) as client:
         served = model or dialect.models(url, client=client)[0]
-        server = _Server(url, dialect, served, client, deadline)
+        server = _Server(url, dialect, served, client, deadline, vision_tokens)
         answers = []
         for name in probes or PROBES:
             if progress is not None:
@@ -224,7 +235,8 @@ def _vision(server: _Server) -> Probe:
             [
                 {"type": "text", "text": "Which colour fills this image? Answer with one word."},
                 {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
-            ]
+            ],
+            tokens=server.vision_tokens,
         )
         refusal = reply.refusal("vision")
         if refusal is not None:
@@ -232,7 +244,9 @@ def _vision(server: _Server) -> Probe:
         said = reply.said.lower()
         others = [name for name in _COLOURS if name != colour]
         right = colour in said and not any(name in said for name in others)
-        told.append((right, f"{colour} {_SIDE} px: {_quoted(reply)}"))
+        spent = not right and reply.finish == "length" and not reply.content.strip()
+        why = f" (law-vision-budget: all {server.vision_tokens} tokens went before an answer)"
+        told.append((right, f"{colour} {_SIDE} px: {_quoted(reply)}{why if spent else ''}"))
     evidence = "; ".join(text for _, text in told)
     if all(right for right, _ in told):
         return Probe("vision", PASS, evidence)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pytest_dsv41.cli import main
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.measure.probes.laws import VISION_TOKENS
 from pytest_dsv41.quality.fleet import PROBES, Probe, fleet_probe, solid_png
@@ -85,6 +86,32 @@ def test_law_vision_budget_leaves_an_answer_room_beside_thinking() -> None:
         (answer,) = fleet_probe(url, engine="vllm", probes=("vision",))
     assert answer.status == "PASS"
     assert min(budgets) >= VISION_TOKENS == 256
+
+
+@pytest.mark.parametrize("tokens", [0, 64, 255])
+def test_law_vision_budget_refuses_by_its_name(tokens: int) -> None:
+    """Fewer than 256 tokens are refused before anybody is asked."""
+    with pytest.raises(MeasurementRefused) as refused:
+        fleet_probe("http://127.0.0.1:9", engine="vllm", vision_tokens=tokens)
+    assert refused.value.kind == "law-vision-budget"
+    assert f"{tokens} tokens for a vision probe; it needs 256" in str(refused.value)
+
+
+def test_a_budget_that_thinking_spent_is_named_and_a_larger_one_passes() -> None:
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        image = body["messages"][0]["content"][1]["image_url"]["url"]
+        colour = "red" if image == _link((255, 0, 0)) else "blue"
+        if body["max_tokens"] < 300:
+            return {"content": "", "reasoning_content": "I look at it", "finish": "length"}
+        return {"content": colour, "reasoning_content": "I look at it"}
+
+    with scripted(reply) as url:
+        (answer,) = fleet_probe(url, engine="vllm", probes=("vision",))
+        assert answer.status == "FAIL"
+        assert "law-vision-budget: all 256 tokens went before an answer" in answer.evidence
+        words = ["fleet-probe", url, "--engine", "vllm", "--probe", "vision", "--vision-tokens"]
+        assert main([*words, "512"]) == 0
+        assert main([*words, "64"]) == 4
 
 
 def test_an_answer_spent_in_the_reasoning_is_read_there() -> None:
@@ -271,7 +298,8 @@ class scripted:
                         drafted, accepted = message.pop("timings")
                         whole["timings"] = {"draft_n": drafted, "draft_n_accepted": accepted}
                     whole["usage"] = message.pop("usage", None)
-                    whole["choices"] = [{"message": message, "finish_reason": "stop"}]
+                    finish = message.pop("finish", "stop")
+                    whole["choices"] = [{"message": message, "finish_reason": finish}]
                     self.answer(200, whole)
 
             def answer(self, code: int, body: Any) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "VISION_TOKENS",
     "check_class",
     "check_rates",
+    "check_vision",
     "obey",
     "repetition",
     "said",
@@ -76,6 +77,20 @@ def check_rates(streams: Sequence[StreamRecord]) -> None:
                 f"stream {place} ended after {stream.completion_tokens} tokens "
                 f"({stream.finish_reason}); a rate needs {MIN_RATE_TOKENS}",
             )
+
+
+def check_vision(tokens: int) -> None:
+    """Refuse a budget in which a vision probe's answer may never come.
+
+    Raises:
+        MeasurementRefused: kind `law-vision-budget`.
+    """
+    if tokens < VISION_TOKENS:
+        raise MeasurementRefused(
+            "law-vision-budget",
+            f"{tokens} tokens for a vision probe; it needs {VISION_TOKENS}: thinking spends 64 "
+            "and more before an answer",
+        )
 
 
 def said(stream: StreamRecord) -> tuple[str, str]:
