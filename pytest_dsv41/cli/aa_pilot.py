@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from ..text import counted, one_line
 from .arguments import new_file, seconds
 
 if TYPE_CHECKING:
+    from ..measure.seeded import SeededCell
     from ..quality.pilot import PilotPlan
 
 __all__ = ["HELP", "configure", "run"]
@@ -173,14 +174,18 @@ def _plan(args: argparse.Namespace) -> PilotPlan:
 
 def _show_plan(plan: PilotPlan, start: str, estimate: float) -> None:
     print(f"start {start}: about {estimate / 60:.1f} min")
-    for cell in (*plan.cells, *plan.bridge):
-        print(
-            f"  {cell.name}: {counted(cell.pairs, 'pair')} of {cell.batch} x "
-            f"{cell.max_tokens} tokens, "
-            f"about {cell.estimated_s * cell.pairs:.0f} s"
-        )
+
+    def show(cells: Sequence[SeededCell]) -> None:
+        for cell in cells:
+            print(
+                f"  {cell.name}: {counted(cell.pairs, 'pair')} of {cell.batch} x "
+                f"{cell.max_tokens} tokens, about {cell.estimated_s * cell.pairs:.0f} s"
+            )
+
+    show(plan.cells)
     if plan.prompts:
         print(f"  probe: {counted(len(plan.prompts), 'prompt')}, about {_probe_s(plan)} s")
+    show(plan.bridge)
 
 
 def _probe_s(plan: PilotPlan) -> str:
@@ -190,14 +195,19 @@ def _probe_s(plan: PilotPlan) -> str:
 
 
 def _show_start(record: Mapping[str, Any]) -> None:
-    """Say what each cell and the probe came to."""
-    for name, cell in (*record["cells"].items(), *(record["bridge"] or {}).items()):
-        told = cell["refused"] if "refused" in cell else counted(len(cell["pairs"]), "pair")
-        print(f"  {name}: {one_line(told, 300)}")
+    """Say what each cell and the probe came to, in the order in which they ran."""
+
+    def show(cells: Mapping[str, Any]) -> None:
+        for name, cell in cells.items():
+            told = cell["refused"] if "refused" in cell else counted(len(cell["pairs"]), "pair")
+            print(f"  {name}: {one_line(told, 300)}")
+
+    show(record["cells"])
     probed = record["probe"]
     if probed is not None:
         told = f"subset {probed['subset']}" if "subset" in probed else probed["refused"]
         print(f"  probe: {one_line(told, 300)}")
+    show(record["bridge"] or {})
 
 
 # -- compare --------------------------------------------------------------------------------------

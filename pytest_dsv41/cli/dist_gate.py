@@ -150,6 +150,10 @@ def _cuts(args: argparse.Namespace) -> int:
     text = "\n\n".join(_text(path) for path in args.texts)
     engine = get_engine(args.engine)
     model = args.model or engine.models(args.url)[0]
+
+    def count(part: str) -> int:
+        return len(engine.tokenize(args.url, model, part))
+
     at = 0
     for index, (name, tokens) in enumerate(wanted, 1):
         if name in known:
@@ -157,14 +161,15 @@ def _cuts(args: argparse.Namespace) -> int:
             piece = Corpus.load(args.folder).prompt(name)
             if not text.startswith(piece.text, at):
                 raise UsageError(f"{args.folder}: {name} is there and was cut from other texts")
+            # A cut is the longest piece with at most so many tokens.
+            longer = text[at : at + len(piece.text) + 1]
+            if piece.tokens != tokens and not (piece.tokens or 0) < tokens < count(longer):
+                raise UsageError(
+                    f"{args.folder}: {name} is there and has {piece.tokens} tokens, {tokens} are "
+                    "asked: name another folder"
+                )
         else:
-            (piece,) = cut_texts(
-                text,
-                [(name, tokens)],
-                lambda part: len(engine.tokenize(args.url, model, part)),
-                args.folder,
-                start=at,
-            )
+            (piece,) = cut_texts(text, [(name, tokens)], count, args.folder, start=at)
         at += len(piece.text)
         shown = f"{piece.name:<20}{piece.tokens:>10} tokens  {piece.sha256}"
         print(f"{index:>3} of {len(wanted)}  {shown}", flush=True)

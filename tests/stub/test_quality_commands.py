@@ -217,6 +217,13 @@ def test_long_prompts_are_cut_pinned_and_probed(
     # Again: nothing is cut anew, the same pins are told.
     assert main(words) == 0
     assert capsys.readouterr().out == cut
+    # Other lengths are other prompts: a corpus of both would be neither's.
+    for lengths in (("32k=50", "150k=90"), ("32k=60", "150k=95")):
+        more = [word for length in lengths for word in ("--tokens", length)]
+        assert main([*words[:-4], *more]) == 4
+        said = capsys.readouterr().err
+        assert "tokens, " in said
+        assert "are asked: name another folder" in said
     # The pieces follow one another in the text.
     pieces = [(folder / f"{name}.txt").read_text() for name in names]
     assert text.read_text().startswith("".join(pieces))
