@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "configure", "run"]
 
+_SAID_EVERY_S = 30.0
 _KEPT = "a start that was measured counts: its record is never replaced"
 
 HELP = "production against itself: run a start, compare two, pool several pilots"
@@ -402,11 +404,16 @@ def _stop_on_signals() -> Iterator[threading.Event]:
 
 @contextmanager
 def _shown_line() -> Iterator[Callable[[str], None]]:
-    """One line on a terminal that the next one replaces; nothing where nobody looks."""
+    """One line on a terminal that the next one replaces; elsewhere a line every half minute."""
     shown = sys.stderr.isatty()
+    said = time.monotonic()
 
     def show(text: str) -> None:
-        if shown:
+        nonlocal said
+        if not shown and time.monotonic() - said >= _SAID_EVERY_S:
+            said = time.monotonic()
+            print(one_line(text, 100), file=sys.stderr, flush=True)
+        elif shown:
             print(f"\r\033[K{one_line(text, 100)}", end="", file=sys.stderr, flush=True)
 
     try:

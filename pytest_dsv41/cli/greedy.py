@@ -15,6 +15,9 @@ from .arguments import new_file, seconds
 if TYPE_CHECKING:
     from ..quality.greedy import GreedyProgress, PromptOutcome
 
+_QUICK_S = 10.0
+"""A run that is over sooner says nothing on its way where no terminal is."""
+
 HELP = (
     "Greedy answers of two arms: identical, parted at a near tie, or parted; and the KL where they "
     "parted. 0 identical, near ties or within the bound; 2 not."
@@ -175,6 +178,7 @@ def _run(args: argparse.Namespace) -> int:
                 record,
                 probe_salt_prefix=args.probe_salt_prefix,
                 deadline_s=args.deadline,
+                progress=_progress,
                 stop=stop,
             )
     seal = save_greedy(args.out, record)
@@ -189,14 +193,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _progress(now: GreedyProgress) -> None:
+    text = f"{now.done} of {counted(now.total, 'answer')} ({now.prompt}), {now.elapsed_s:.0f} s"
     if sys.stderr.isatty():
-        print(
-            f"\r\033[K{now.done} of {counted(now.total, 'answer')} ({now.prompt}), "
-            f"{now.elapsed_s:.0f} s",
-            end="\n" if now.done == now.total else "",
-            file=sys.stderr,
-            flush=True,
-        )
+        end = "\n" if now.done == now.total else ""
+        print(f"\r\033[K{text}", end=end, file=sys.stderr, flush=True)
+    elif now.elapsed_s > _QUICK_S:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -251,6 +253,7 @@ def _kl(args: argparse.Namespace) -> int:
             bound=bound,
             deadline_s=args.deadline,
             top_n=candidate.top_n,
+            progress=_progress,
             stop=stop,
         )
     if not found:

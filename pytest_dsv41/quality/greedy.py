@@ -274,6 +274,7 @@ def record_divergences(
     *,
     probe_salt_prefix: str,
     deadline_s: float,
+    progress: Callable[[GreedyProgress], None] | None = None,
     stop: threading.Event | None = None,
     context: ssl.SSLContext | None = None,
 ) -> GreedyRecord:
@@ -294,10 +295,11 @@ def record_divergences(
         found.append((outcome.name, outcome.at, row.prompt_ids + row.tokens[: outcome.at]))
     tops = ask_prefixes(
         endpoint,
-        [prefix for _, _, prefix in found],
+        [(name, prefix) for name, _, prefix in found],
         top_n=candidate.top_n,
         salt_prefix=probe_salt_prefix,
         deadline_s=deadline_s,
+        progress=progress,
         stop=stop,
         context=context,
     )
@@ -310,19 +312,21 @@ def record_divergences(
 
 def ask_prefixes(
     endpoint: Endpoint,
-    prefixes: Sequence[Sequence[int]],
+    prefixes: Sequence[tuple[str, Sequence[int]]],
     *,
     top_n: int,
     salt_prefix: str,
     deadline_s: float,
+    progress: Callable[[GreedyProgress], None] | None = None,
     stop: threading.Event | None = None,
     context: ssl.SSLContext | None = None,
 ) -> list[Vector]:
-    """Ask for the candidates after each prefix, cold, each under a fresh salt.
+    """Ask for the candidates after each (name, prefix), cold, each under a fresh salt.
 
     Raises:
-        MeasurementFailed, MeasurementRefused: as in `AskedServer`, with the prefix's number.
+        MeasurementFailed, MeasurementRefused: as in `AskedServer`, with the prefix's name.
     """
+    began = time.monotonic()
     deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9)
     with (
         ended_by(stop, deadline_ns),
@@ -330,9 +334,9 @@ def ask_prefixes(
     ):
         asked = AskedServer(endpoint, client)
         tops = []
-        for number, prefix in enumerate(prefixes, 1):
+        for done, (name, prefix) in enumerate(prefixes, 1):
             salt = f"{salt_prefix}-{secrets.token_hex(8)}"
-            where = f"prefix {number} of {len(prefixes)}, {len(prefix)} tokens"
+            where = f"{name}, {len(prefix)} tokens"
             try:
                 found = asked.next_token(prefix, top_n, cache="cold", salt=salt, client=client)
             except MeasurementRefused as error:
@@ -340,6 +344,9 @@ def ask_prefixes(
             except MeasurementFailed as error:
                 raise MeasurementFailed(error.kind, f"{where}: {error}") from None
             tops.append(found.top)
+            if progress is not None:
+                elapsed = time.monotonic() - began
+                progress(GreedyProgress(done, len(prefixes), name, elapsed))
         asked.prove_same(client)
         return tops
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.measure.group import Endpoint
-from pytest_dsv41.quality.greedy import Divergence, ask_prefixes
+from pytest_dsv41.quality.greedy import Divergence, GreedyProgress, ask_prefixes
 from pytest_dsv41.quality.kl import TOP_N, PositionKL, top20_kl
 
 __all__ = ["BOUND_LEAST", "RecordedKL", "compare_recorded", "kl_bound", "top20_kl"]
@@ -59,6 +59,7 @@ def compare_recorded(
     bound: float,
     deadline_s: float,
     top_n: int = TOP_N,
+    progress: Callable[[GreedyProgress], None] | None = None,
     stop: threading.Event | None = None,
     context: ssl.SSLContext | None = None,
 ) -> tuple[RecordedKL, ...]:
@@ -71,6 +72,7 @@ def compare_recorded(
         bound: the registered KL in nats that a position may have at most.
         deadline_s: everything is over by then.
         top_n: entries of a list, as the candidate recorded them.
+        progress: called after each position.
         stop: ends the run within a fraction of a second once it is set.
         context: TLS settings; None for the system's.
 
@@ -82,10 +84,11 @@ def compare_recorded(
         raise UsageError(f"bound {bound!r}: valid: 0 and more nats")
     tops = ask_prefixes(
         endpoint,
-        [row.prefix_ids for row in candidate_rows],
+        [(row.name, row.prefix_ids) for row in candidate_rows],
         top_n=top_n,
         salt_prefix=salt_prefix,
         deadline_s=deadline_s,
+        progress=progress,
         stop=stop,
         context=context,
     )
