@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..durable import dump_json
 from ..engines import check_url, unix_path
@@ -15,12 +14,12 @@ from ..errors import SpecError, StartFailed, UsageError
 from ..hosts import Host, Placeholder, Probe
 from ..measure import Endpoint
 from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
+from .tables import Table, read_table
 
 __all__ = ["EndpointsTarget", "endpoints_target"]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Table(Table):
     kind: Literal["endpoints"] = "endpoints"
     engine: str = "vllm"
     model: str = ""
@@ -32,13 +31,7 @@ def endpoints_target(table: Mapping[str, Any], context: TargetContext) -> Endpoi
     Raises:
         SpecError: a key is unknown, missing, or of the wrong type.
     """
-    try:
-        return EndpointsTarget(_Table.model_validate(dict(table)), context)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "target"
-        valid = ", ".join(_Table.model_fields)
-        raise SpecError(f"target.{key}: {first['msg']}; keys of target: {valid}") from error
+    return EndpointsTarget(read_table(_Table, table), context)
 
 
 class EndpointsTarget:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from ..durable import dump_json
 from ..errors import CommandFailed, RefusedByWorld, SpecError, StartFailed
@@ -22,14 +22,14 @@ from ..measure import Endpoint
 from ..text import one_line
 from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
 from .filling import fill, same_command
+from .tables import Table, read_table
 
 __all__ = ["LocalTarget", "local_target"]
 
 _POLL_S = 0.05
 
 
-class _Server(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Server(Table):
     command: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
@@ -41,8 +41,7 @@ class _Production(_Server):
     serve: Literal["always", "window"] = "always"
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Table(Table):
     kind: Literal["local"] = "local"
     engine: str = "vllm"
     model: str = ""
@@ -59,13 +58,7 @@ def local_target(table: Mapping[str, Any], context: TargetContext) -> LocalTarge
     Raises:
         SpecError: a key is unknown, missing, or of the wrong type.
     """
-    try:
-        return LocalTarget(_Table.model_validate(dict(table)), context)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "target"
-        valid = ", ".join(_Table.model_fields)
-        raise SpecError(f"target.{key}: {first['msg']}; keys of target: {valid}") from error
+    return LocalTarget(read_table(_Table, table), context)
 
 
 class LocalTarget:

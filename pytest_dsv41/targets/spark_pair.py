@@ -17,10 +17,9 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from ..durable import dump_json
 from ..errors import (
@@ -48,6 +47,7 @@ from ..measure import Endpoint
 from ..text import one_line
 from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
 from .filling import fill, same_command
+from .tables import HostTable, Table, read_table, ssh_host
 
 __all__ = ["SparkPairTarget", "spark_pair_target"]
 
@@ -58,18 +58,7 @@ _HOST_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _START_DEADLINE_S: Final = 60.0
 
 
-class _HostTable(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    address: str = ""
-    user: str | None = None
-    port: int = Field(default=22, ge=1, le=65535)
-    key: str = ""
-    known_hosts: str = ""
-    connect_s: float = Field(default=5.0, gt=0)
-
-
-class _Server(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Server(Table):
     port: int = Field(ge=1, le=65535)
     url: str = ""
     command: dict[str, tuple[str, ...]] = Field(default_factory=dict)
@@ -85,8 +74,7 @@ class _Production(_Server):
     files: tuple[str, ...] = ()
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Table(Table):
     kind: Literal["spark-pair"] = "spark-pair"
     engine: str = "vllm"
     model: str = ""
@@ -97,7 +85,7 @@ class _Table(BaseModel):
     clock: int = Field(default=0, ge=0)
     logs: str = Field(default="/var/log/dsv41", pattern="^/")
     world: str = ""
-    hosts: dict[str, _HostTable] = Field(min_length=1)
+    hosts: dict[str, HostTable] = Field(min_length=1)
     production: _Production
     experiment: _Server
 
@@ -108,13 +96,7 @@ def spark_pair_target(table: Mapping[str, Any], context: TargetContext) -> Spark
     Raises:
         SpecError: a key is unknown, missing, or of the wrong type.
     """
-    try:
-        return SparkPairTarget(_Table.model_validate(dict(table)), context)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "target"
-        valid = ", ".join(_Table.model_fields)
-        raise SpecError(f"target.{key}: {first['msg']}; keys of target: {valid}") from error
+    return SparkPairTarget(read_table(_Table, table), context)
 
 
 def _kept(data: bytes) -> dict[str, str]:
@@ -170,35 +152,15 @@ class SparkPairTarget:
         for host in self._hosts:
             self._production_argv(host)
 
-    def _host(self, name: str, where: _HostTable) -> Host:
+    def _host(self, name: str, where: HostTable) -> Host:
         log = self._context.log
         if self._table.world:
             world = FakeWorld(self._context.base / self._table.world)
             self._addresses[name] = world.machine(name).address
             return FakeHost(world, name, log)
-        if not where.address:
-            raise SpecError(f"target.hosts.{name}.address: missing; valid: a name or an address")
+        host = ssh_host(name, where, f"target.hosts.{name}", self._context.base, log)
         self._addresses[name] = where.address
-        try:
-            from ..hosts.ssh import SshHost
-        except ImportError as error:
-            raise SpecError(
-                "target.kind: spark-pair reaches its hosts by paramiko, which is not installed: "
-                "pip install 'pytest-dsv41[ssh]'"
-            ) from error
-        return SshHost(
-            name,
-            where.address,
-            log,
-            port=where.port,
-            user=where.user,
-            key=self._path(where.key),
-            known_hosts=self._path(where.known_hosts),
-            connect_s=where.connect_s,
-        )
-
-    def _path(self, written: str) -> Path | None:
-        return self._context.base / Path(written).expanduser() if written else None
+        return host
 
     # -- what is said beforehand -------------------------------------------------------------------
 

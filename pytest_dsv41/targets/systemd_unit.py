@@ -22,10 +22,10 @@ import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from ..durable import append_json_line, dump_json, read_json_lines, write_atomic
 from ..errors import (
@@ -57,6 +57,7 @@ from ..unit.unitfile import parse_environment_file
 from ..window.served import STARTS
 from .base import Arm, ClockCap, HoldSite, ProbeResult, Started, TargetContext, known_engine
 from .filling import fill
+from .tables import HostTable, Table, beside, read_table, ssh_host
 
 __all__ = ["SystemdUnitTarget", "systemd_unit_target"]
 
@@ -85,26 +86,17 @@ _OF_A_BOOT: Final = frozenset(
 )
 
 
-class _Host(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Host(HostTable):
     name: str = Field(default="host", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    address: str = ""
-    user: str | None = None
-    port: int = Field(default=22, ge=1, le=65535)
-    key: str = ""
-    known_hosts: str = ""
-    connect_s: float = Field(default=5.0, gt=0)
 
 
-class _Knobs(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Knobs(Table):
     paths: tuple[Annotated[str, Field(pattern="^/")], ...] = Field(min_length=1)
     unit: Literal["pages", "bytes", "kib", "mib"] = "pages"
     floor_mib: int = Field(ge=1)
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Table(Table):
     kind: Literal["systemd-unit"] = "systemd-unit"
     engine: str = "llamacpp"
     model: str = Field(min_length=1)
@@ -135,13 +127,7 @@ def systemd_unit_target(table: Mapping[str, Any], context: TargetContext) -> Sys
     Raises:
         SpecError: a key is unknown, missing, or of the wrong type.
     """
-    try:
-        return SystemdUnitTarget(_Table.model_validate(dict(table)), context)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "target"
-        valid = ", ".join(_Table.model_fields)
-        raise SpecError(f"target.{key}: {first['msg']}; keys of target: {valid}") from error
+    return SystemdUnitTarget(read_table(_Table, table), context)
 
 
 class SystemdUnitTarget:
@@ -192,28 +178,7 @@ class SystemdUnitTarget:
             return FakeHost(world, where.name if where else world.names()[0], log)
         if where is None:
             return LocalHost(log, self._context.pause)
-        if not where.address:
-            raise SpecError("target.host.address: missing; valid: a name or an address")
-        try:
-            from ..hosts.ssh import SshHost
-        except ImportError as error:
-            raise SpecError(
-                "target.host: a host over ssh is reached by paramiko, which is not installed: "
-                "pip install 'pytest-dsv41[ssh]'"
-            ) from error
-        return SshHost(
-            where.name,
-            where.address,
-            log,
-            port=where.port,
-            user=where.user,
-            key=self._path(where.key),
-            known_hosts=self._path(where.known_hosts),
-            connect_s=where.connect_s,
-        )
-
-    def _path(self, written: str) -> Path | None:
-        return self._context.base / Path(written).expanduser() if written else None
+        return ssh_host(where.name, where, "target.host", self._context.base, log)
 
     # -- what is said beforehand -------------------------------------------------------------------
 
@@ -742,7 +707,7 @@ class SystemdUnitTarget:
         Raises:
             RefusedByWorld: it is not, and that is not registered.
         """
-        checkout = self._path(self._table.checkout)
+        checkout = beside(self._context.base, self._table.checkout)
         findings = drift(
             self._login,
             self._table.unit,

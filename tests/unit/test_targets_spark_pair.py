@@ -453,6 +453,7 @@ def changed(table: dict[str, Any], *keys: str, value: Any) -> dict[str, Any]:
         (("hold",), "HOLD", "target.hold: "),
         (("engine",), "odd", "target.engine: "),
         (("odd",), 1, "target.odd: .*keys of target: kind, engine"),
+        (("hosts", "alpha", "odd"), 1, "alpha.odd: .*keys of target.hosts.alpha: address, user"),
     ],
 )
 def test_a_wrong_table_is_refused_by_its_key(

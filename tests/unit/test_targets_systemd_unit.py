@@ -797,6 +797,11 @@ def test_an_arm_that_could_not_be_started_is_refused_as_it_is_written(
         ({"manager": "user", "sudo": True}, r"target\.sudo"),
         ({"payloads": {"a": ""}}, r"target\.payloads\.a"),
         ({"speed": 1}, r"target\.speed.*keys of target: kind"),
+        (
+            {"knobs": {"paths": ["/k"], "floor": 1}},
+            r"^target\.knobs\.floor_mib: .*; keys of target\.knobs: paths, unit, floor_mib$",
+        ),
+        ({"host": {"adress": "a"}}, r"target\.host\.adress: .*keys of target\.host: address"),
     ],
 )
 def test_a_wrong_table_is_one_line(unit: Host, changes: dict[str, Any], told: str) -> None:
