@@ -358,7 +358,9 @@ class SystemdUnitTarget:
             captured = self._captured()
         written = captured is not None and self._put_env_file_back(name, captured)
         unit = self._unit.look()
-        begun = unit.down or written
+        # What was started with another's settings has them for as long as it runs.
+        strange = [record["invocation"] for record in self._records("not-as-captured")]
+        begun = unit.down or written or unit.invocation in strange
         if captured is not None:
             begun = begun or _argv_sha256(self._unit.argv(unit)) != captured["argv_sha256"]
         try:
@@ -373,6 +375,8 @@ class SystemdUnitTarget:
         except (CommandFailed, TransportError) as error:
             raise StartFailed(f"{name}: {error}") from error
         if apart:
+            invocation = self._unit.look().invocation
+            self._note({"event": "not-as-captured", "invocation": invocation, "apart": apart})
             raise StartFailed(f"{name}: {self._table.unit} is not as captured: {apart[0]}")
         if captured is not None:
             self._tell_what_stays(captured)

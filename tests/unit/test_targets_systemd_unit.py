@@ -634,6 +634,15 @@ def test_what_is_not_as_captured_is_no_restore(unit: Host) -> None:
     unit.host.write(f"/etc/systemd/system/{fake_systemd.UNIT}.d/10-new.conf", "[Service]\n")
     with pytest.raises(StartFailed, match=r"10-new\.conf is new"):
         target.start_production()
+    # It is gone again, and what runs was started with it: only another start is production's own.
+    unit.host.remove(f"/etc/systemd/system/{fake_systemd.UNIT}.d/10-new.conf")
+    unit.run("systemctl", "daemon-reload")
+    starts = unit.systemd()["starts"]
+    unit.target(epoch=6).start_production()
+    assert unit.systemd()["starts"] == starts + 1
+    unit.target(epoch=7).start_production()
+    assert unit.systemd()["starts"] == starts + 1
+    assert unit.serves_its_own_shape()
 
 
 def test_a_capture_that_cannot_bring_back_leaves_production_untouched(unit: Host) -> None:
