@@ -67,16 +67,25 @@ def dump_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def parse_json(raw: str | bytes) -> Any:
-    """Return what the JSON text `raw` says, whoever wrote it.
+def parse_json(raw: str | bytes, *, once: bool = False) -> Any:
+    """Return what the JSON text `raw` says, whoever wrote it; `once`: no key may stand there twice.
 
     Raises:
         ValueError: it is not JSON, or nested deeper than Python can follow.
     """
     try:
-        return json.loads(raw)
+        return json.loads(raw, object_pairs_hook=_once if once else None)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return table
 
 
 def from_record(kind: type[_T], record: Any) -> _T:
@@ -308,6 +317,8 @@ class FileLock:
                 self._fd = fd
                 return True
             os.close(fd)
+            if same:
+                raise OSError(errno.EINVAL, "not a regular file", str(self.path))
 
     def fileno(self) -> int:
         """The descriptor: a child that inherits it holds the lock for as long as it lives.

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ..text import counted
+from .arguments import new_file
 
 HELP = "a payload against its manifest: count, sizes, sha256; resumable. 0 verified, 2 not"
 
@@ -48,12 +49,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _manifest(args: argparse.Namespace) -> int:
     from ..durable import create_exclusive
-    from ..errors import UsageError
     from ..payload.manifest import make_manifest
     from ..payload.shown import Shown
 
-    if args.manifest.exists():
-        raise UsageError(f"{args.manifest}: exists; a manifest is never overwritten")
+    new_file(args.manifest, "a manifest is never overwritten")
     with Shown(sys.stderr) as show:
         body = make_manifest(
             args.folder,

@@ -7,7 +7,6 @@ with paths relative to the payload's folder.
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +15,18 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pytest_dsv41.durable import parse_json
 from pytest_dsv41.errors import RefusedByWorld, SpecError, UsageError
 from pytest_dsv41.payload.hashing import hash_file, identity, tell_bytes
 from pytest_dsv41.payload.step import Step, Untrusted
 from pytest_dsv41.text import counted, one_line
+from pytest_dsv41.window.source import read_input
 
 __all__ = ["MANIFEST", "Manifest", "Verified", "load_manifest", "make_manifest", "verify_payload"]
 
 MANIFEST: Final = "dsv41-manifest-v1"
 KIND: Final = "payload verify"
+_BYTES_MOST: Final = 256 << 20
 
 Progress = Callable[[str, int, int], None]
 """Called with the file at work, the bytes that are done and those of all files."""
@@ -70,16 +72,14 @@ def load_manifest(path: Path) -> Manifest:
         SpecError: no such file, not JSON, a wrong field, a path that is absolute, leaves the folder
             or stands twice.
     """
+    raw = read_input(path, _BYTES_MOST)
     try:
-        raw = json.loads(path.read_bytes())
-        manifest = Manifest.model_validate(raw)
-    except OSError as error:
-        raise SpecError(f"{path}: {error.strerror}") from None
+        manifest = Manifest.model_validate(parse_json(raw, once=True))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "top"
         raise SpecError(f"{path}: {where}: {one_line(first['msg'], 150)}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise SpecError(f"{path}: not JSON: {one_line(str(error), 100)}") from None
     seen: set[str] = set()
     for number, file in enumerate(manifest.files):
@@ -102,18 +102,30 @@ def make_manifest(
     """Return the manifest of what lies in `folder` now.
 
     Raises:
-        UsageError: no such folder, or it is empty.
+        UsageError: no such folder, or it is empty; something in it is no regular file, cannot be
+            read, or has a name that is no text.
+        RefusedByWorld: a file was changed while it was read.
     """
     names = sorted(_names(folder, ignore))
     if not names:
         raise UsageError(f"{folder}: holds no file")
-    sizes = {name: identity(folder / name)[0] for name in names}
-    count = _Counter(progress, sum(sizes.values()))
-    rows = []
     for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"{folder}: {one_line(repr(name), 100)}: its name is not UTF-8; rename it, or "
+                "leave it out with --ignore"
+            ) from None
+    found = {name: identity(folder / name) for name in names}
+    count = _Counter(progress, sum(size for size, *_ in found.values()))
+    rows = []
+    for name, before in found.items():
         count.file = name
         digest = hash_file(folder / name, count)
-        rows.append({"path": name, "bytes": sizes[name], "sha256": digest})
+        if identity(folder / name) != before:
+            raise RefusedByWorld(f"{folder / name}: was changed while it was read")
+        rows.append({"path": name, "bytes": before[0], "sha256": digest})
     return {"schema": MANIFEST, "files": rows}
 
 
@@ -147,7 +159,8 @@ def verify_payload(
     manifest = load_manifest(manifest_path)
     digest = hash_file(manifest_path)
     known = _known(step, digest) if resume else {}
-    problems = _cheap(folder, manifest, ignore)
+    besides = [path for path in (manifest_path, step.folder) if path.exists()]
+    problems = _cheap(folder, manifest, ignore, besides)
     if resume and not problems:
         done = _receipt(step, manifest_path, folder, manifest)
         if done is not None:
@@ -173,7 +186,9 @@ def verify_payload(
                 raise RefusedByWorld(f"{path}: was changed while it was read")
             step.note("file", path=file.path, sha256=found, identity=before)
         if found != file.sha256:
-            problems.append(f"{file.path}: sha256 {found}, the manifest says {file.sha256}")
+            problems.append(
+                f"{one_line(file.path)}: sha256 {found}, the manifest says {file.sha256}"
+            )
         rows.append({**file.model_dump(), "identity": before})
     if problems:
         step.note("wrong", problems=problems)
@@ -195,8 +210,8 @@ def _known(step: Step, digest: str) -> dict[str, tuple[list[int], str]]:
             same = row.get("manifest_sha256") == digest
             if not same:
                 known.clear()
-        elif same and row.get("event") == "file":
-            known[str(row["path"])] = (list(row["identity"]), str(row["sha256"]))
+        elif same and row.get("event") == "file" and isinstance(row.get("identity"), list):
+            known[str(row.get("path"))] = (row["identity"], str(row.get("sha256")))
     return known
 
 
@@ -206,7 +221,7 @@ def _receipt(step: Step, manifest_path: Path, folder: Path, manifest: Manifest) 
         body = step.trusted([manifest_path])
     except Untrusted:
         return None
-    held = {str(row["path"]): row["identity"] for row in body["outputs"]}
+    held = {str(row["path"]): row.get("identity") for row in body["outputs"]}
     if body.get("folder") != str(folder.resolve()):
         return None
     if any(held.get(file.path) != identity(folder / file.path) for file in manifest.files):
@@ -215,9 +230,11 @@ def _receipt(step: Step, manifest_path: Path, folder: Path, manifest: Manifest) 
     return Verified((), len(manifest.files), 0, (note,))
 
 
-def _cheap(folder: Path, manifest: Manifest, ignore: Sequence[str]) -> list[str]:
+def _cheap(
+    folder: Path, manifest: Manifest, ignore: Sequence[str], besides: Sequence[Path]
+) -> list[str]:
     """What is wrong by count and size alone, each file by its name."""
-    there = set(_names(folder, ignore))
+    there = set(_names(folder, ignore, besides))
     wanted = {file.path: file for file in manifest.files}
     problems = []
     if len(there) != len(wanted):
@@ -225,20 +242,39 @@ def _cheap(folder: Path, manifest: Manifest, ignore: Sequence[str]) -> list[str]
     problems += [f"{one_line(name)}: not in the manifest" for name in sorted(there - set(wanted))]
     for name, file in wanted.items():
         if name not in there:
-            problems.append(f"{name}: missing")
+            problems.append(f"{one_line(name)}: missing")
             continue
-        size = identity(folder / name)[0]
+        try:
+            size = identity(folder / name)[0]
+        except UsageError as error:
+            problems.append(one_line(str(error)))
+            continue
         if size != file.bytes:
-            problems.append(f"{name}: {counted(size, 'byte')}, the manifest says {file.bytes:,}")
+            told = f"{counted(size, 'byte')}, the manifest says {file.bytes:,}"
+            problems.append(f"{one_line(name)}: {told}")
     return problems
 
 
-def _names(folder: Path, ignore: Sequence[str]) -> Iterator[str]:
+def _names(folder: Path, ignore: Sequence[str], besides: Sequence[Path] = ()) -> Iterator[str]:
+    """Every path below `folder` that is no folder, but for `ignore` and what lies in `besides`.
+
+    A link to a folder counts, so that it is named: what lies behind it is not looked at.
+    """
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
-    for place, folders, files in os.walk(folder):
+    left_out = {os.path.realpath(path) for path in besides}
+
+    def blind(error: OSError) -> None:
+        raise UsageError(f"{error.filename}: cannot be listed: {error.strerror}") from None
+
+    for place, folders, files in os.walk(folder, onerror=blind):
+        here = os.path.realpath(place)
         folders.sort()
-        for name in files:
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        folders[:] = [name for name in folders if f"{here}/{name}" not in left_out]
+        for name in (*files, *links):
+            if f"{here}/{name}" in left_out:
+                continue
             path = (Path(place) / name).relative_to(folder).as_posix()
             if not any(fnmatch.fnmatchcase(path, glob) for glob in ignore):
                 yield path

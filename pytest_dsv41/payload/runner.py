@@ -19,6 +19,7 @@ from typing import Final
 
 import pytest_dsv41
 from pytest_dsv41.errors import UsageError
+from pytest_dsv41.payload.step import refuse_foreign
 
 __all__ = ["code_sha256", "copy_scripts", "from_copy", "swept"]
 
@@ -45,13 +46,18 @@ def from_copy(folder: Path, words: Sequence[str]) -> str:
         if here != Path(marked).resolve() / _PACKAGE:
             raise UsageError(f"{marked}: the copy was made, but {here} is what Python runs")
         return code_sha256(here)
+    refuse_foreign(folder)
     copy = folder / f"runner-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The times of the files are kept, and with them what Python has compiled.
         shutil.copytree(here, copy / _PACKAGE, dirs_exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder}: {error.strerror}") from None
+        shutil.rmtree(copy, ignore_errors=True)
+        # Of a whole tree there is one error for each file that could not be copied.
+        several = isinstance(error, shutil.Error) and error.args and error.args[0]
+        why = str(several[0][-1]) if isinstance(several, list) else error.strerror
+        raise UsageError(f"{folder}: the runner cannot be copied there: {why}") from None
     path = os.pathsep.join([str(copy.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "DSV41_RUNNER_COPY": str(copy.resolve())}
     argv = [sys.executable, "-P", "-m", _PACKAGE, *words]
@@ -74,7 +80,8 @@ def swept(folder: Path) -> Iterator[None]:
     """Remove the copies that ended runs have left in `folder`; at the end, this process's own."""
     own = folder / f"runner-{os.getpid()}"
     for path in folder.glob("runner-*"):
-        if path != own and not Path("/proc", path.name.removeprefix("runner-")).exists():
+        pid = path.name.removeprefix("runner-")
+        if path != own and pid.isdecimal() and not Path("/proc", pid).exists():
             shutil.rmtree(path, ignore_errors=True)
     try:
         yield
@@ -93,9 +100,14 @@ def copy_scripts(folder: Path, base: Path, scripts: Sequence[str]) -> dict[str, 
     copies = {}
     for name in scripts:
         path = base / name
-        inside = path.resolve().is_relative_to(base.resolve())
-        if not inside or not path.is_file():
+        try:
+            inside = path.resolve().is_relative_to(base.resolve())
+        except RuntimeError:
+            raise UsageError(f"{path}: a loop of symbolic links") from None
+        if Path(name).is_absolute() or not inside or not path.is_file():
             why = "no such file" if inside else "lies outside the gate file's folder"
+            if Path(name).is_absolute():
+                why = "valid: a path relative to the gate file's folder"
             raise UsageError(f"{path}: {why}")
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ holds it, so that no second one is started beside it.
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -24,10 +25,37 @@ from pytest_dsv41.payload.hashing import hash_file, identity
 from pytest_dsv41.quality.sealed import read_sealed, write_sealed
 from pytest_dsv41.text import one_line
 
-__all__ = ["RECEIPT", "Step", "Untrusted"]
+__all__ = ["RECEIPT", "Step", "Untrusted", "refuse_foreign"]
 
 RECEIPT: Final = "dsv41-receipt-v1"
 """The schema of `receipt.json`."""
+
+
+_OWN: Final = frozenset(("receipt.json", "journal.jsonl", "output.log", "scripts", "lock"))
+_LEFT: Final = re.compile(r"runner-\d+|\..+\.tmp")
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that is no step's: a run takes away what an earlier one has left there.
+
+    Raises:
+        UsageError: it holds what no run has put there.
+    """
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror}") from None
+    strange = sorted(name for name in names - _OWN if _LEFT.fullmatch(name) is None)
+    if not strange and "lock" not in names:
+        # Every run has made its lock first.
+        strange = sorted(names & _OWN)
+    if strange:
+        raise UsageError(
+            f"{folder}: holds {one_line(strange[0], 80)}, which no run has put there; a step needs "
+            "a folder of its own"
+        )
 
 
 class Untrusted(Dsv41Error):
@@ -59,8 +87,9 @@ class Step:
 
         Raises:
             RefusedByWorld: a runner, or a command that outlived one, is at work there.
-            UsageError: it cannot be made.
+            UsageError: it cannot be made, or is no step's.
         """
+        refuse_foreign(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             taken = self.lock.acquire()
@@ -93,6 +122,8 @@ class Step:
             raise Untrusted(one_line(str(error))) from None
         if body.get("step") != self.kind or body.get("complete") is not True:
             raise Untrusted(f"{self.receipt}: not the receipt of a complete {self.kind}")
+        if not all(_files(body.get(key)) for key in ("inputs", "outputs")):
+            raise Untrusted(f"{self.receipt}: does not list its inputs and outputs")
         held = {str(row["path"]): row for row in body["inputs"]}
         wanted = {str(path): path for path in inputs}
         if held.keys() != wanted.keys():
@@ -155,6 +186,12 @@ class Step:
         }
         write_sealed(self.receipt, body)
         return body
+
+
+def _files(rows: Any) -> bool:
+    """Whether they are what a receipt says of files."""
+    keys = {"path", "bytes", "sha256"}
+    return isinstance(rows, list) and all(isinstance(r, dict) and keys <= r.keys() for r in rows)
 
 
 def _utc() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,10 +15,13 @@ from typing import Any
 
 import pytest
 
+from pytest_dsv41.cli import main
 from pytest_dsv41.errors import RefusedByWorld, SpecError, UsageError
 from pytest_dsv41.payload import manifest as manifests
+from pytest_dsv41.payload import runner
 from pytest_dsv41.payload.manifest import KIND, Verified, make_manifest, verify_payload
 from pytest_dsv41.payload.step import Step
+from pytest_dsv41.quality.sealed import write_sealed
 from tests.unit.payload_kills import Killer
 
 FILES = {"a.bin": b"a" * 5000, "b.bin": b"b" * 7000, "deep/c.json": b"{}", "empty": b""}
@@ -177,6 +181,9 @@ def test_what_is_ignored_is_no_part_of_it(place: Path) -> None:
         (lambda b: b["files"][1].update(more=1), "files.1.more"),
         (lambda b: b.update(files=[]), "files: "),
         (lambda b: b.update(schema="x"), "schema: "),
+        (lambda b: b["files"][0].update(path="a\udcff"), "files.0.path"),
+        (lambda b: b["files"][0].update(path="a\0"), "files.0.path"),
+        (lambda b: b["files"][1].update(bytes=1.5), "files.1.bytes"),
     ],
 )
 def test_a_wrong_manifest_is_one_line(place: Path, change: Any, told: str) -> None:
@@ -191,7 +198,7 @@ def test_a_wrong_manifest_is_one_line(place: Path, change: Any, told: str) -> No
 
 def test_no_folder_no_manifest_no_json(place: Path) -> None:
     (place / "m.json").rename(place / "n.json")
-    with pytest.raises(SpecError, match="No such file"):
+    with pytest.raises(SpecError, match="no such file"):
         verify(place)
     (place / "m.json").write_text("[")
     with pytest.raises(SpecError, match="not JSON"):
@@ -199,6 +206,195 @@ def test_no_folder_no_manifest_no_json(place: Path) -> None:
     (place / "m.json").write_text(json.dumps(sums(FILES)))
     shutil.rmtree(place / "payload")
     with pytest.raises(UsageError, match="no such folder"):
+        verify(place)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"schema": 1, "schema": 2}', "the key 'schema' stands there twice"),
+        ("[" * 100_000, "nested too deep"),
+        ("\0", "not JSON"),
+    ],
+)
+def test_a_damaged_manifest_is_one_line(place: Path, text: str, told: str) -> None:
+    (place / "m.json").write_text(text)
+    with pytest.raises(SpecError, match=told):
+        verify(place)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_manifest_that_is_no_file_holds_nothing_up_and_leaves_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    path = place / "odd"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    before = sorted(place.rglob("*"))
+    assert main(["payload", "verify", str(place / "payload"), str(path)]) == 4
+    assert f"{path}: not a regular file" in capsys.readouterr().err
+    missing = place / "typo" / "m.json"
+    assert main(["payload", "verify", str(place / "payload"), str(missing)]) == 4
+    assert main(["payload", "verify", str(place / "none"), str(place / "m.json")]) == 4
+    assert sorted(place.rglob("*")) == before
+
+
+def test_all_that_is_wrong_is_named_whatever_it_is(place: Path) -> None:
+    """A pipe, a link to nowhere and a link to a folder do not end the list."""
+    payload = place / "payload"
+    (payload / "a.bin").unlink()
+    os.mkfifo(payload / "a.bin")
+    (payload / "b.bin").unlink()
+    (payload / "b.bin").symlink_to("gone")
+    (payload / "to-deep").symlink_to("deep")
+    (payload / "empty").write_bytes(b"x")
+    problems = "\n".join(verify(place).problems)
+    assert "a.bin: no regular file" in problems
+    assert "b.bin: No such file" in problems
+    assert "to-deep: not in the manifest" in problems
+    assert "empty: 1 byte, the manifest says 0" in problems
+    with pytest.raises(UsageError, match=r"(a\.bin|to-deep): no regular file|b\.bin: No such file"):
+        make_manifest(payload)
+
+
+def test_a_folder_that_cannot_be_listed_makes_no_shorter_manifest(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if str(path).endswith("deep"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UsageError, match="deep: cannot be listed: Permission denied"):
+        make_manifest(place / "payload")
+    with pytest.raises(UsageError, match="deep: cannot be listed: Permission denied"):
+        verify(place)
+
+
+def test_a_name_that_is_no_text_is_refused_when_the_manifest_is_made(place: Path) -> None:
+    """No manifest could name it: JSON is text."""
+    (place / "payload" / "a.bin").rename(place / "payload" / "\udcff")
+    with pytest.raises(UsageError, match=r"udcff'*: its name is not UTF-8"):
+        make_manifest(place / "payload")
+    body = make_manifest(place / "payload", ignore=["\udcff"])
+    assert [row["path"] for row in body["files"]] == ["b.bin", "deep/c.json", "empty"]
+
+
+def test_names_reach_no_terminal_as_they_are(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strange = "a\x1b[2Jb"
+    (place / "payload" / "a.bin").rename(place / "payload" / strange)
+    (place / "m.json").write_text(json.dumps(sums({**FILES, strange: b"", "c\x1b[2J": b""})))
+    assert main(["payload", "verify", str(place / "payload"), str(place / "m.json")]) == 2
+    told = "".join(capsys.readouterr())
+    assert "\x1b" not in told
+    assert "a\\x1b[2Jb: 5,000 bytes, the manifest says 0" in told
+    assert "c\\x1b[2J: missing" in told
+
+
+def test_a_file_that_changes_while_its_manifest_is_made_is_refused(place: Path) -> None:
+    def grow(_text: str, done: int, _total: int) -> None:
+        if done == len(FILES["a.bin"]):
+            with (place / "payload" / "a.bin").open("ab") as file:
+                file.write(b"x")
+
+    with pytest.raises(RefusedByWorld, match=r"a\.bin: was changed while it was read"):
+        make_manifest(place / "payload", progress=grow)
+
+
+def test_a_manifest_that_lies_in_its_payload_is_no_part_of_it(place: Path) -> None:
+    inside = place / "payload" / "m.json"
+    (place / "m.json").rename(inside)
+    words = ["payload", "verify", str(place / "payload"), str(inside)]
+    assert main(words) == 0
+    assert (place / "payload" / "m.json.run" / "receipt.json").exists()
+    assert main([*words, "--resume"]) == 0
+
+
+def test_a_manifest_has_a_place_before_anything_is_read(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "make_manifest", lambda *_a, **_k: pytest.fail("it was read"))
+    words = ["payload", "manifest", str(place / "payload")]
+    (place / "dangling").symlink_to("gone")
+    assert main([*words, str(place / "dangling")]) == 4
+    assert "exists; a manifest is never overwritten" in capsys.readouterr().err
+    assert main([*words, str(place / "none" / "m.json")]) == 4
+    assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"event": "file"},
+        {"event": "file", "path": "a.bin", "identity": 7},
+        {"event": "file", "path": "a.bin", "identity": [1], "sha256": None},
+        {"event": "begin"},
+        {"event": ["file"]},
+    ],
+)
+def test_a_damaged_journal_only_costs_the_reading(place: Path, row: dict[str, Any]) -> None:
+    verify(place)
+    (place / "m.json.run" / "receipt.json").unlink()
+    with (place / "m.json.run" / "journal.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert not verify(place, resume=True).problems
+
+
+@pytest.mark.parametrize("change", [{"outputs": 7}, {"inputs": [7]}, {"inputs": [{}]}])
+def test_a_receipt_that_lists_no_files_is_not_trusted(place: Path, change: dict[str, Any]) -> None:
+    """Sealed anew, as a later version or a person's hand may have written it."""
+    verify(place)
+    path = place / "m.json.run" / "receipt.json"
+    body = {**json.loads(path.read_text()), **change}
+    del body["sha256"]
+    path.unlink()
+    write_sealed(path, body)
+    found = verify(place, resume=True)
+    assert (found.problems, found.notes) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "own", [{"runner-up/mine": ""}, {"mine": ""}, {"scripts/mine": ""}, {"receipt.json": "mine"}]
+)
+def test_a_folder_that_is_no_steps_is_left_alone(
+    place: Path, capsys: pytest.CaptureFixture[str], own: dict[str, str]
+) -> None:
+    """A run begins by taking away what the last one left: of a person's folder nothing."""
+    folder = place / "my-folder"
+    for name, text in own.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    words = ["payload", "verify", str(place / "payload"), str(place / "m.json")]
+    assert main([*words, "--run", str(folder)]) == 4
+    assert "which no run has put there" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_copy_that_finds_no_room_is_one_line_and_leaves_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copytree(_source: Path, target: Path, **_more: Any) -> None:
+        target.mkdir(parents=True)
+        raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")])
+
+    monkeypatch.setattr(shutil, "copytree", copytree)
+    with pytest.raises(UsageError, match=r"cannot be copied there.*No space left"):
+        runner.from_copy(place / "m.json.run", ["payload"])
+    assert list((place / "m.json.run").iterdir()) == []
+
+
+def test_a_lock_that_is_no_file_is_one_line(place: Path) -> None:
+    (place / "m.json.run").mkdir()
+    os.mkfifo(place / "m.json.run" / "lock")
+    with pytest.raises(UsageError, match="not a regular file"):
         verify(place)
 
 
