@@ -49,9 +49,10 @@ from ..text import one_line
 from ..unit.drift import drift, load_checkout, unregistered
 from ..unit.envfile import check_changes, variant
 from ..unit.knob_gate import judge_knobs
+from ..unit.lawful import law_refusals
 from ..unit.live import LiveUnit, UnitState
 from ..unit.masking import masked_words
-from ..unit.memory import Ledger
+from ..unit.memory import Law, Ledger, read_law, shipped_laws
 from ..unit.proof import Expected, mismatches
 from ..unit.unitfile import parse_environment_file
 from ..window.served import STARTS
@@ -115,6 +116,7 @@ class _Table(Table):
     checkout: str = ""
     registered_drift: tuple[str, ...] = ()
     knobs: _Knobs | None = None
+    law: str = ""
     hold: str = Field(default="/var/lib/dsv41/HOLD", pattern="^/")
     label: str = ""
     world: str = ""
@@ -201,6 +203,7 @@ class SystemdUnitTarget:
                 raise SpecError(
                     f"arms.{arm.name}.env: the same as that of arm {other}; they would be one arm"
                 )
+        self._law()
         self._arms = tuple(arms)
 
     def prepare(self) -> dict[str, Any]:
@@ -329,6 +332,7 @@ class SystemdUnitTarget:
                 "nothing starts again: stop them first"
             )
         self._undrifted()
+        self._lawful(unit)
         self._named_by_arms(base64.b64decode(shape["env_file"]["base64"]))
         return {**shape, "definition": self.describe(), "payloads": self._payloads()}
 
@@ -765,6 +769,38 @@ class SystemdUnitTarget:
     def _real(self, path: str) -> str:
         return self._read_command(["readlink", "-m", "--", path], "real-path").strip()
 
+    def _lawful(self, unit: UnitState) -> None:
+        """Every arm fits the memory law, and the budget that production's own boot has left.
+
+        Raises:
+            RefusedByWorld: one does not.
+        """
+        law = self._law()
+        if law is None:
+            return
+        argv, ledger = self._unit.argv(unit), self._unit.ledger(self._unit.boot_log(unit))
+        for arm in self._arms:
+            stated = Expected.of(arm.settings, f"arms.{arm.name}.settings").flags
+            refused = law_refusals(law, argv, stated, ledger)
+            if refused:
+                raise RefusedByWorld(f"arms.{arm.name}: target.law: {'; '.join(refused)}")
+
+    def _law(self) -> Law | None:
+        """The model's memory law. Read when it is asked for: the way back needs none."""
+        name = self._table.law
+        if not name:
+            return None
+        try:
+            law = read_law(name if name in shipped_laws() else str(self._path(name)), "target.law")
+        except UsageError as error:
+            raise SpecError(str(error)) from error
+        if law.dialect != self._table.engine:
+            raise SpecError(
+                f"target.law: {one_line(name, 120)} is of dialect {law.dialect}, target.engine is "
+                f"{self._table.engine}"
+            )
+        return law
+
     def _named_by_arms(self, env_file: bytes) -> None:
         """Every arm's variant can be written, and the paths that it names are there."""
         for arm in self._arms:
@@ -845,6 +881,7 @@ class SystemdUnitTarget:
             optional_environ=arm.env,
             models=self._engine.models(self._url),
             ledger=self._unit.ledger(text),
+            law=self._law(),
         )
         # The name of the file that a start was given does not make it another arm.
         shown = [word.replace(env_file, "{env_file}") for word in argv]

@@ -16,7 +16,7 @@ from pytest_dsv41.errors import SpecError
 from pytest_dsv41.text import one_line
 
 from .masking import masked_words
-from .memory import Ledger, check_ledger, printed_dtype, read_law
+from .memory import Law, Ledger, check_ledger, printed_dtype, read_law
 
 __all__ = ["Expected", "flag_values", "ledger_faults", "mismatches"]
 
@@ -103,12 +103,14 @@ def mismatches(
     optional_environ: Mapping[str, str],
     models: Sequence[str],
     ledger: Ledger | None,
+    law: Law | None = None,
 ) -> list[str]:
     """Return what does not fit, one line each; empty means proved.
 
     `wanted_environ` must be in the process's environment, `optional_environ` must be equal where
     the process has it (a script may read a file without exporting it). Values of the environment
-    are never shown.
+    are never shown. `law` is that of the model, whose pages the ledger must show; None: the shipped
+    one, where its pages are shown.
     """
     found: list[str] = []
     for name, value in expected.flags.items():
@@ -139,11 +141,14 @@ def mismatches(
         if expected.ledger:
             found.append("the engine has no boot ledger that could be read")
         return found
-    return found + _expected_facts(expected.ledger, ledger) + ledger_faults(ledger, argv)
+    return found + _expected_facts(expected.ledger, ledger) + ledger_faults(ledger, argv, law)
 
 
-def ledger_faults(ledger: Ledger, argv: Sequence[str]) -> list[str]:
-    """Return where a ledger disagrees with itself or with the flags of `argv`, one line each."""
+def ledger_faults(ledger: Ledger, argv: Sequence[str], law: Law | None = None) -> list[str]:
+    """Return where a ledger disagrees with itself, the law or the flags of `argv`, one line each.
+
+    `law`: as `mismatches`.
+    """
     sizes = {
         name: float(values[-1])
         for name in _SIZE_FLAGS
@@ -158,24 +163,26 @@ def ledger_faults(ledger: Ledger, argv: Sequence[str]) -> list[str]:
     if ledger.dialect == "llamacpp":
         found += _context(ledger, argv)
     if ledger.dialect == "radiance":
-        found += _cache_dtype(ledger, argv)
+        found += _cache_dtype(ledger, argv, law)
     return found
 
 
-def _cache_dtype(ledger: Ledger, argv: Sequence[str]) -> list[str]:
+def _cache_dtype(ledger: Ledger, argv: Sequence[str], given: Law | None) -> list[str]:
     """What the printed pages say of the KV cache's dtype against its flag.
 
     Pages that no dtype of the shipped law has are another model's, and say nothing.
     """
-    law = read_law("radiance")
-    flag = law.flags["dtype"]
-    given, printed = flag_values(argv, flag), printed_dtype(law, ledger)
-    if not given or printed is None or printed == given[-1]:
+    law = given or read_law("radiance")
+    group, flag = law.groups[0], law.flags.get("dtype", "")
+    asked, printed = flag_values(argv, flag), printed_dtype(law, ledger)
+    if printed is None:
+        none = [f"ledger: its pages are those of no dtype of the law ({', '.join(law.dtypes)})"]
+        return none if given is not None else []
+    if not asked or printed == asked[-1]:
         return []
-    pages = law.groups[0].name
     return [
-        f"ledger: {pages} has pages of {law.groups[0].page_kib[printed]:.2f} KiB, which is "
-        f"{printed}; {flag} says {one_line(str(given[-1]), 40)}"
+        f"ledger: {group.name} has pages of {group.page_kib[printed]:.2f} KiB, which is "
+        f"{printed}; {flag} says {one_line(str(asked[-1]), 40)}"
     ]
 
 

@@ -109,6 +109,11 @@ def start(call: Call) -> None:
         # A server that reads its environment itself has no flag to show.
         argv = ["/usr/bin/serve", "--port", str(PORT)]
         argv += [] if inside else ["--cache-type-k", flag]
+        told = machine.load("/fake/server")
+        if told is not None:
+            # Another engine: its words and what it prints, as the test has them.
+            told_argv, said = json.loads(told)
+            argv += told_argv
         argv += ["--api-key", (machine.load("/fake/key") or b"").decode() or read.get("TOKEN", "")]
         process = machine.start(argv, Service(ports=(PORT,)), env=environ)
         now |= {"active": "active", "pid": process.pid}

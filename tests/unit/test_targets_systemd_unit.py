@@ -225,6 +225,89 @@ def test_a_limit_that_cannot_be_read_refuses_the_window(unit: Host) -> None:
         unit.target(knobs=KNOBS).capture()
 
 
+# FRANK-ARCHON's three slots of 24,000/5,120, as that boot printed them.
+THREE_SLOTS = [
+    "--kv-cache-dtype", "fp8", "--max-num-seqs", "3", "--max-model-len", "200000",
+    "--vram-weights-mib", "24000", "--vram-kv-mib", "5120", "--max-num-batched-tokens", "2048",
+]  # fmt: skip
+THREE_SLOTS_SAID = """\
+kv cache 5.00 GiB -- backs 3 sequences all at 200000 tokens at once, which is the worst case
+vram_weights      23.44 GiB   stated by --vram-weights-mib
+vram_kv            5.00 GiB   stated by --vram-kv-mib
+kv_attn      full 13 layers block 4 tok page 26.00 KiB 151935 blocks = 3.77 GiB (607740 tokens)
+kv_qsa_bkey  full 13 layers block 4 tok page  3.25 KiB 151935 blocks = 482.22 MiB (607740 tokens)
+card 0 settled at 2.01 GiB free against 209.19 MiB (the 96.00 MiB --gpu-headroom-mib
+    and 113.19 MiB kept for the static region)
+serving on http://:::7770
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        # The document's own next step, and the step that it found out of reach.
+        ({"--vram-weights-mib": "25600"}, None),
+        (
+            {"--vram-weights-mib": "26112"},
+            "weights and pool take 31,232 MiB; the ledger leaves 30,969",
+        ),
+        # "At two slots the pool falls to 3,072": it does not back two windows.
+        (
+            {"--max-num-seqs": 2, "--vram-kv-mib": "3072"},
+            "a pool of 3,072 MiB backs 336,642 tokens = 1.68 windows; 2 of 200,000 tokens need "
+            "3,525 MiB",
+        ),
+        ({"--max-num-seqs": "2", "--vram-kv-mib": "3525"}, None),
+        # Four at fp8 need 6,601 MiB, and exact keys and values of two 6,063.5.
+        ({"--max-num-seqs": "4"}, "4 of 200,000 tokens need 6,601 MiB"),
+        (
+            {"--kv-cache-dtype": "bf16", "--max-num-seqs": "2"},
+            "2 of 200,000 tokens need 6,064 MiB",
+        ),
+        ({"--kv-cache-dtype": "q8_0"}, "dtype 'q8_0': --kv-cache-dtype takes fp8, bf16"),
+        ({"--max-num-batched-tokens": "2560"}, "max-num-batched-tokens 2560: at most 2048"),
+        ({"--max-num-seqs": "many"}, "--max-num-seqs many: no number"),
+        ({"--max-num-seqs": "2.5"}, "--max-num-seqs 2.5: no whole number"),
+        ({"--max-num-seqs": False}, "the law needs --max-num-seqs; neither"),
+    ],
+)
+def test_a_shape_that_the_memory_law_refuses_is_refused_before_production_is_touched(
+    unit: Host, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], told: str | None
+) -> None:
+    monkeypatch.setitem(ENGINES, "radiance", Serves())
+    unit.host.write("/fake/server", json.dumps([THREE_SLOTS, THREE_SLOTS_SAID.splitlines()]))
+    unit.run("systemctl", "restart", fake_systemd.UNIT)
+    before = unit.systemd()
+    target = unit.target(engine="radiance", law="radiance")
+    target.check((dataclasses.replace(CONTROL, settings={}), shaped(flags)))
+    if told is None:
+        target.capture()
+    else:
+        with pytest.raises(RefusedByWorld) as refused:
+            target.capture()
+        assert str(refused.value).startswith("arms.small: target.law: ")
+        assert told in str(refused.value)
+    assert unit.systemd() == before
+
+
+def shaped(flags: dict[str, Any]) -> Arm:
+    return Arm("small", "candidate", env={"SHAPE": "other"}, settings={"flags": flags})
+
+
+@pytest.mark.parametrize(
+    ("engine", "law", "told"),
+    [
+        ("llamacpp", "radiance", "is of dialect radiance, target.engine is llamacpp"),
+        ("radiance", "none.toml", r"target\.law .*none\.toml: no such file; shipped: llamacpp-"),
+    ],
+)
+def test_a_law_of_another_dialect_or_none_is_refused_as_it_is_written(
+    unit: Host, engine: str, law: str, told: str
+) -> None:
+    with pytest.raises(SpecError, match=told):
+        unit.target(engine=engine, law=law)
+
+
 def test_it_is_a_target_that_holds_and_has_no_chains(unit: Host) -> None:
     target = unit.target()
     assert isinstance(target, Target)

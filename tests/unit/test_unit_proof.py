@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_dsv41.unit.memory import parse_ledger
+from pytest_dsv41.unit.memory import parse_ledger, read_law
 from pytest_dsv41.unit.proof import Expected, flag_values, mismatches
 
 ARGV = ["llama-server", "-m", "m.gguf", "--ctx-size", "20000", "-np", "2", "-fa", "on"]
@@ -165,3 +165,13 @@ def test_radiances_pages_tell_the_dtype_that_the_flag_must_be(
     for argv in (["serve", "--kv-cache-dtype", dtype], ["serve", f"--kv-cache-dtype={dtype}"]):
         assert faults(Expected(), argv=argv, ledger=ledger) == told
     assert faults(Expected(), argv=["serve"], ledger=ledger) == []
+
+
+def test_pages_of_no_dtype_of_the_law_that_was_named_are_a_fault() -> None:
+    law = read_law("radiance")
+    text = FP8_PAGES.replace("3.25 KiB", "3.50 KiB").replace("482.22", "519.30")
+    other = parse_ledger(text, "radiance")
+    (told,) = faults(Expected(), argv=["serve", "--kv-cache-dtype", "fp8"], ledger=other, law=law)
+    assert told == "ledger: its pages are those of no dtype of the law (fp8, bf16)"
+    ledger = parse_ledger(FP8_PAGES, "radiance")
+    assert faults(Expected(), argv=["serve"], ledger=ledger, law=law) == []
