@@ -791,7 +791,10 @@ class SystemdUnitTarget:
         if not name:
             return None
         try:
-            law = read_law(name if name in shipped_laws() else str(self._path(name)), "target.law")
+            law = read_law(
+                name if name in shipped_laws() else str(beside(self._context.base, name)),
+                "target.law",
+            )
         except UsageError as error:
             raise SpecError(str(error)) from error
         if law.dialect != self._table.engine:
