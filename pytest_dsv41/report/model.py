@@ -613,7 +613,7 @@ def quality_rows(summary: Summary) -> tuple[QualityRow, ...]:
 def cost_text(row: CostRow) -> str:
     """Return what a change means beside the registered noise of its metric."""
     if row.floor is None:
-        return "no noise registered"
+        return "not registered"
     if row.outside is None:
         return "the control is 0"
     if not row.outside:

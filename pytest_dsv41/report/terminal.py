@@ -229,15 +229,21 @@ def _costs(costs: Mapping[str, Cost]) -> list[RenderableType]:
         table = Table(
             box=None, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
         )
-        table.add_column(safe(f"cost of {arm}"), overflow="fold")
+        # A cell's name in one piece, as long as it leaves room for the numbers.
+        widest = min(30, max((len(row.cell) for row in cost.rows), default=0))
+        table.add_column(safe(f"cost of {arm}"), overflow="fold", min_width=widest)
         for title in ("control", "candidate", "Δ", "noise"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("", overflow="fold")
+        cell = ""
         for row in cost.rows:
+            if row.cell != cell:
+                cell = row.cell
+                table.add_row(safe(cell))
             floor = "none" if row.floor is None else f"± {percent_text(row.floor, signed=False)}"
             style = "bold red" if row.outside and not row.better else "green" if row.outside else ""
             table.add_row(
-                safe(f"{row.cell} {row.metric}"),
+                Text.assemble(" ", safe(row.metric)),
                 number_text(row.control),
                 number_text(row.candidate),
                 percent_text(row.delta),
