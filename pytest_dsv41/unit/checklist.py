@@ -27,8 +27,9 @@ from pytest_dsv41.quality.fleet import PASS, PROBES, fleet_probe
 from pytest_dsv41.text import counted, error_line, one_line
 from pytest_dsv41.unit.drift import find_drift, load_checkout, read_file, unregistered
 from pytest_dsv41.unit.masking import masked_argv, masked_value
-from pytest_dsv41.unit.memory import check_ledger, parse_ledger
+from pytest_dsv41.unit.memory import parse_ledger
 from pytest_dsv41.unit.memory.ledger import DIALECTS
+from pytest_dsv41.unit.proof import ledger_faults
 from pytest_dsv41.unit.systemd import RunningProcess, UnitFacts, read_host_file, read_unit
 from pytest_dsv41.unit.unitfile import unit_name
 from pytest_dsv41.window.source import Source, read_toml
@@ -36,6 +37,7 @@ from pytest_dsv41.window.source import Source, read_toml
 __all__ = ["CHECKS", "Answer", "Checklist", "load_checklist", "verify"]
 
 _BODY_MAX: Final = 1 << 20
+_CONTAINER: Final = r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$"
 _Words = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
@@ -106,7 +108,7 @@ class _Argv(_Check):
     check: Literal["argv"]
     flags: dict[str, str | bool] = {}
     absent: list[str] = []
-    container: str = Field(default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$")
+    container: str = Field(default="", pattern=_CONTAINER)
 
     @model_validator(mode="after")
     def _asks(self) -> _Argv:
@@ -120,7 +122,7 @@ class _Argv(_Check):
         return ", ".join([*self.flags, *(f"no {flag}" for flag in self.absent)])
 
     def look(self, at: _Place) -> tuple[bool, str]:
-        argv = at.container(self.container) if self.container else at.process.argv
+        argv = at.words(self.container)
         wrong = []
         for flag, wanted in self.flags.items():
             values = _flag_values(argv, flag, bare=wanted is True)
@@ -237,14 +239,16 @@ class _File(_Check):
 
 
 class _Ledger(_Check):
-    """One fact of the boot ledger, or, without `fact`, that it is whole and agrees with itself.
+    """One fact of the boot ledger, or, without `fact`, that it is whole and agrees.
 
+    It must agree with itself and with the flags that run, of a container those that podman holds.
     The ledger is what the unit wrote to its journal since this start, or a file on the host.
     """
 
     check: Literal["ledger"]
     dialect: str
     file: str = Field(default="", pattern="^(/.*)?$")
+    container: str = Field(default="", pattern=_CONTAINER)
     subject: str = ""
     fact: str = ""
     unit: str = ""
@@ -268,7 +272,8 @@ class _Ledger(_Check):
     def look(self, at: _Place) -> tuple[bool, str]:
         ledger = parse_ledger(at.start_log(self.file), self.dialect)
         if not self.fact:
-            wrong = [*(f"missing: {name}" for name in ledger.missing), *check_ledger(ledger)]
+            argv = at.words(self.container)
+            wrong = [f"missing: {name}" for name in ledger.missing] + ledger_faults(ledger, argv)
             return not wrong, "; ".join(
                 wrong
             ) or f"{counted(len(ledger.facts), 'fact')}, none missing"
@@ -531,7 +536,11 @@ class _Place:
                     break
         return answer.status_code, body
 
-    def container(self, name: str) -> tuple[str, ...]:
+    def words(self, container: str) -> Sequence[str]:
+        """The command line that runs: the main process's, or its container's by name."""
+        return self._container(container) if container else self.process.argv
+
+    def _container(self, name: str) -> tuple[str, ...]:
         """The command that podman holds for a running container."""
         argv = [*self._become, "podman", "inspect", name, "--format", "{{json .Config.Cmd}}"]
         said = self.host.run(argv, name="unit-container", deadline_s=30.0, private=True).stdout

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_memory_law import BF16_BOOT
 
 from pytest_dsv41.cli import main
 from pytest_dsv41.errors import CommandFailed
@@ -232,3 +234,24 @@ def test_why_asks_the_same_facts(machine: Machine, capsys: pytest.CaptureFixture
     report = json.loads(capsys.readouterr().out)
     assert report["cause"] == "CRASH"
     assert "SIGSEGV" in report["said"]
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("bf16", 0), ("fp8", 2)])
+def test_a_boot_ledger_is_held_against_the_flags_that_run(
+    machine: Machine, capsys: pytest.CaptureFixture[str], dtype: str, code: int
+) -> None:
+    """FRANK-ARCHON's boot of 2026-10-11: pages of 52.00 KiB are bf16 whatever was asked for."""
+    (machine.folder / "boot.log").write_text(BF16_BOOT)
+    (machine.folder / "list.toml").write_text(
+        f'[[check]]\ncheck = "ledger"\ndialect = "radiance"\nfile = "{machine.folder}/boot.log"\n'
+    )
+    machine.process.kill()
+    machine.process.wait()
+    words = ["-c", "import time; time.sleep(1000)", "--kv-cache-dtype", dtype]
+    machine.process = subprocess.Popen([sys.executable, *words, "--max-num-seqs", "2"])
+    machine.answer(MainPID=machine.process.pid)
+    checklist = str(machine.folder / "list.toml")
+    assert main(["unit", "verify", "m", "--checklist", checklist]) == code
+    shown = capsys.readouterr().out
+    told = "kv_attn has pages of 52.00 KiB, which is bf16; --kv-cache-dtype says fp8"
+    assert (told in shown) is (dtype == "fp8")
