@@ -145,25 +145,36 @@ def _record(args: argparse.Namespace) -> int:
     from ..engines import get_engine
     from ..errors import MeasurementFailed, MeasurementRefused
     from ..measure import Endpoint
+    from ..measure.group import control_client, ended_by
     from ..quality.reference import corpus_plan, open_recording, plan_like, record_topk
     from .measure import stop_on_signals
 
     if (args.folder / "topk.json").exists():
         raise UsageError(f"{args.folder}: already holds a reference, which is never overwritten")
     like = None if args.like is None else plan_like(open_recording(args.like))
+    endpoint = Endpoint(args.url, args.engine, args.model)
+    until = time.monotonic() + args.deadline
+    deadline_ns = int(until * 1e9)
     try:
         engine = get_engine(args.engine)
-        if like is not None:
-            plan = like
-        else:
-            model = args.model or engine.models(args.url)[0]
-            plan = corpus_plan(args.corpus, lambda text: engine.tokenize(args.url, model, text))
         with stop_on_signals() as stop, _progress("recording") as progress:
+            if like is not None:
+                plan = like
+            else:
+                with (
+                    ended_by(stop, deadline_ns),
+                    control_client(endpoint, stop=stop, deadline_ns=deadline_ns) as client,
+                ):
+                    model = args.model or engine.models(args.url, client=client)[0]
+                    plan = corpus_plan(
+                        args.corpus,
+                        lambda text: engine.tokenize(args.url, model, text, client=client),
+                    )
             manifest = record_topk(
-                Endpoint(args.url, args.engine, args.model),
+                endpoint,
                 plan,
                 args.folder,
-                deadline_s=args.deadline,
+                deadline_s=max(0.0, until - time.monotonic()),
                 top_n=args.top_n,
                 cache=args.cache,
                 concurrency=args.concurrency,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +146,18 @@ def test_documents_at_a_time_and_cold_positions_give_the_same_lists(
     with pytest.raises(UsageError, match="cache 'warm': valid: cached, cold"):
         record_topk(where, plan, tmp_path / "x", deadline_s=60, cache="warm")
     assert not (tmp_path / "x").exists()
+
+
+def test_the_deadline_holds_for_splitting_the_corpus_too(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        more = ["--corpus", str(corpus), "--deadline", "0.3"]
+        for model in ([], ["--model", "m"]):
+            assert main(["kl", "record", url, str(tmp_path / "ref"), *more, *model]) == 1
+            assert "FAILED deadline: not finished at the deadline" in capsys.readouterr().err
+    assert not (tmp_path / "ref").exists()
 
 
 def test_a_server_that_began_anew_in_the_middle_leaves_the_recording_unfinished(
