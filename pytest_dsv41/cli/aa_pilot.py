@@ -252,6 +252,8 @@ def _show_pilot(pilot: Mapping[str, Any], out: Path | None) -> None:
         print("FAILED: expect_identical is forbidden; measured diff CVs only")
         for reason in pilot["reasons"]:
             print(f"  {one_line(reason, 300)}")
+    for note in pilot["notes"]:
+        print(f"note: {one_line(note, 300)}")
     for name, cell in pilot["cells"].items():
         count = cell["pairs"]
         if not count:

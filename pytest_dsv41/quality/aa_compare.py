@@ -82,6 +82,7 @@ def compare_starts(
         "schema": PILOT_SCHEMA,
         "passed": passed,
         "reasons": reasons,
+        "notes": _notes(a, b),
         "definition": definition,
         "starts": {
             name: {"sha256": seal_of(dict(record)), "utc": record.get("utc")}
@@ -95,6 +96,17 @@ def compare_starts(
         "distribution": _distribution(a, b, probes),
         "bridge": bridge_report(a["bridge"]) if a.get("bridge") else None,
     }
+
+
+def _notes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """What a reader must know before using the figures."""
+    began = a.get("server_began")
+    if began is None or began != b.get("server_began"):
+        return []
+    return [
+        "both starts were measured on one and the same server process: nothing here says what a "
+        "restart changes, and its start_sd is none"
+    ]
 
 
 def _distribution(

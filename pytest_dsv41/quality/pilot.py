@@ -165,6 +165,7 @@ def _run_start(
     salt = salt or f"aa-pilot-{secrets.token_hex(8)}"
     definitions = {cell.name: cell_definition(cell) for cell in plan.cells}
     model = endpoint.model or get_engine(endpoint.engine).models(endpoint.url)[0]
+    began = _server_began(endpoint)
 
     def run(cell: SeededCell, number: int, count: int) -> dict[str, Any]:
         def told(pair: int, now: Progress) -> None:
@@ -227,6 +228,7 @@ def _run_start(
         "start": start,
         "utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "salt": salt,
+        "server_began": began,
         "definition": {
             "engine": endpoint.engine,
             "model": model,
@@ -239,6 +241,15 @@ def _run_start(
         "bridge": bridged or None,
     }
     return record, probe
+
+
+def _server_began(endpoint: Endpoint) -> float | None:
+    """When the server's counters began, seconds since 1970; None where it does not tell."""
+    try:
+        created = get_engine(endpoint.engine).scrape(endpoint.url).created
+    except MeasurementRefused:
+        return None
+    return min(created.values(), default=None)
 
 
 def refused_parts(record: Mapping[str, Any]) -> list[str]:

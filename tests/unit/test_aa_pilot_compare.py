@@ -243,6 +243,25 @@ def test_an_edited_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "no pilot: schema 'dsv41-aa-start-v1'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [(5.0, 5.0, True), (5.0, 6.0, False), (None, None, False), (5.0, None, False)],
+)
+def test_two_starts_on_one_server_process_are_said_to_be_none(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    a: float | None,
+    b: float | None,
+    said: bool,
+) -> None:
+    one = written(tmp_path, "a.json", {**start("A", b1=FLAT), "server_began": a})
+    two = written(tmp_path, "b.json", {**start("B", b1=FLAT), "server_began": b})
+    assert main(["aa-pilot", "compare", one, two]) == 0
+    assert (
+        "note: both starts were measured on one and the same" in capsys.readouterr().out
+    ) == said
+
+
 def test_a_probe_that_is_not_there_is_said(tmp_path: Path) -> None:
     probed = {"sha256": "1" * 64, "subset": "short"}
     a, b = start("A", b1=FLAT), start("B", b1=FLAT)

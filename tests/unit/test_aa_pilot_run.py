@@ -95,6 +95,8 @@ def test_the_whole_pilot_runs_and_its_record_passes(
     code, told = run(capsys, "compare", str(files["A"]), str(files["B"]), "--out", str(out))
     assert code == 0, told
     assert told.startswith("PASSED: ")
+    # One stub served both: no restart lay between them.
+    assert "note: both starts were measured on one and the same server process" in told
     pilot = json.loads(out.read_text())
     assert pilot["definition"]["commit"] == "c" * 40
     for cell in pilot["cells"].values():
