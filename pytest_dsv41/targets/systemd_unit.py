@@ -394,9 +394,9 @@ class SystemdUnitTarget:
         A refused reload is no reason to leave production down, as long as what systemd has loaded
         is nothing of ours.
         """
-        self._unit.reload(name, check=False)
-        unit = self._unit.look()
-        if self._drop_in in unit.drop_ins:
+        loaded = self._drop_in in self._unit.look().drop_ins
+        self._unit.reload(name, check=loaded)
+        if self._experiment(self._unit.look()):
             raise StartFailed(
                 f"{name}: systemd still has {self._drop_in} loaded, and refuses to reload"
             )
@@ -478,7 +478,8 @@ class SystemdUnitTarget:
         try:
             unit = self._unit.look()
             found = [self._experiment(unit)]
-            if self._root.read(self._drop_in) is not None:
+            there = self._root.read(self._drop_in)
+            if there is not None and not self._somebodys(there):
                 found.append(f"{self._drop_in} lies there")
         except (Dsv41Error, OSError) as error:
             return [f"{self._login.name}: cannot tell: {one_line(str(error))}"]
@@ -564,6 +565,7 @@ class SystemdUnitTarget:
 
     def _files(self, unit: UnitState, *, own: bool = True) -> dict[str, Any]:
         """The loaded unit file and drop-ins by sha256; without `own` the start's is left out."""
+        own = own or self._somebodys(self._root.read(self._drop_in))
         drop_ins = [path for path in unit.drop_ins if own or path != self._drop_in]
         return {
             "fragment": {unit.fragment: self._digest(unit.fragment)} if unit.fragment else {},
@@ -855,7 +857,7 @@ class SystemdUnitTarget:
             mark = self._unit.environ(unit).get(_MARK)
             if mark is not None:
                 return f"{self._table.unit} runs as {one_line(mark)}, not as production"
-        if self._drop_in in unit.drop_ins:
+        if self._drop_in in unit.drop_ins and not self._somebodys(self._root.read(self._drop_in)):
             return f"{self._table.unit} has {self._drop_in} loaded, not production's own shape"
         return ""
 
@@ -1014,6 +1016,9 @@ class SystemdUnitTarget:
         """
         unit = self._unit.look()
         there = self._root.read(self._drop_in)
+        if self._somebodys(there):
+            # No start of any window: it stays, as any other drop-in of theirs does.
+            there = None
         if there is not None and not self._is_ours(there):
             raise TransportError(f"{name}: {self._drop_in}: {self._whose(there)}")
         runs_as = "" if unit.down else self._unit.environ(unit).get(_MARK, "")
@@ -1030,7 +1035,7 @@ class SystemdUnitTarget:
             self._root.remove(self._drop_in, fence=self._fence)
         if there is not None or self._drop_in in unit.drop_ins:
             self._unit.reload(name, check=False)
-            if self._drop_in in self._unit.look().drop_ins:
+            if self._experiment(self._unit.look()):
                 raise TransportError(
                     f"{name}: systemd refuses to reload and still has {self._drop_in} loaded"
                 )
@@ -1044,6 +1049,10 @@ class SystemdUnitTarget:
         header = f"# {_HEADER}{self._context.window_id}, ".encode()
         known = {sha256 for path, sha256 in self._written() if path == self._drop_in}
         return data.startswith(header) and _sha256(data) in known
+
+    def _somebodys(self, data: bytes | None) -> bool:
+        """Whether a drop-in lies in the place of a start's and is no window's."""
+        return data is not None and not data.startswith(f"# {_HEADER}".encode())
 
     def _whose(self, data: bytes | None) -> str:
         first = (data or b"").partition(b"\n")[0].decode("utf-8", "replace")

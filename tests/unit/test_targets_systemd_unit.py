@@ -503,17 +503,39 @@ def test_a_reboot_brings_productions_own_shape_up(unit: Host) -> None:
     assert unit.systemd()["starts"] == starts
 
 
-@pytest.mark.parametrize(
-    "found", ["# somebody's\n[Service]\n", "# dsv41 start of window OTHER-W-1, X\n[Service]\n"]
-)
-def test_a_drop_in_that_is_not_ours_is_never_touched(unit: Host, found: str) -> None:
+def test_another_windows_drop_in_is_never_touched(unit: Host) -> None:
     target = unit.captured()
+    found = "# dsv41 start of window OTHER-W-1, X\n[Service]\n"
     unit.host.write(DROP_IN, found)
-    with pytest.raises(StartFailed, match="not touched"):
+    with pytest.raises(StartFailed, match="says it is of OTHER-W-1, X; not touched"):
         target.start_arm("X", SMALL)
     with pytest.raises(TransportError, match="not touched"):
         target.stop_all()
     assert unit.host.read(DROP_IN) == found.encode()
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["down", "over a start"])
+def test_somebodys_drop_in_in_the_place_of_ours_is_theirs_and_production_comes_back(
+    unit: Host, up: bool
+) -> None:
+    target, found = unit.captured(), "# somebody's\n[Service]\n"
+    if up:
+        target.start_arm("X", SMALL)
+    unit.host.write(DROP_IN, found)
+    if not up:
+        with pytest.raises(StartFailed, match="it is not a window's; not touched"):
+            target.start_arm("X", SMALL)
+    target.stop_all()
+    assert target.live_experiments() == []
+    # It serves again, with what is theirs, and that is told.
+    with pytest.raises(StartFailed, match=r"zzzz-dsv41\.conf is new"):
+        target.start_production()
+    assert target.probe().state is Probe.UP
+    assert unit.host.read(DROP_IN) == found.encode()
+    unit.host.remove(DROP_IN)
+    target.stop_all()
+    target.start_production()
+    assert unit.serves_its_own_shape()
 
 
 def test_our_drop_in_that_somebody_has_changed_is_not_ours(unit: Host) -> None:
