@@ -98,5 +98,8 @@ def _step(gate: Gate, folder: Path, code: str, args: argparse.Namespace, stop: S
 
 
 def _tell(side: str, checks: Sequence[Found]) -> None:
+    from ..text import one_line
+
     for check in checks:
-        print(f"  {side:<6} {'PASS' if check.passed else 'FAIL'}  {check.name}: {check.found}")
+        name = one_line(check.name, 120)
+        print(f"  {side:<6} {'PASS' if check.passed else 'FAIL'}  {name}: {check.found}")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
+import io
 import os
 import re
 import shlex
@@ -17,7 +19,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -29,7 +31,7 @@ from pytest_dsv41.payload.hashing import hash_file, identity
 from pytest_dsv41.payload.runner import copy_scripts
 from pytest_dsv41.payload.step import Step, Untrusted
 from pytest_dsv41.text import counted, one_line
-from pytest_dsv41.window.source import Source, read_toml
+from pytest_dsv41.window.source import MAX_BYTES, KeyPath, Source, read_input, read_toml
 
 __all__ = ["KIND", "Found", "Gate", "Outcome", "load_gate", "run_gate"]
 
@@ -125,18 +127,8 @@ class _Output(_Strict):
         if self.command is None:
             said, ending = at.output(), ""
         else:
-            done = subprocess.run(
-                self.command,
-                cwd=at.base,
-                env=at.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=self.deadline_s,
-                check=False,
-            )
-            said = done.stdout.decode("utf-8", "replace")[-_TOLD:]
-            ending = f", which ended with {done.returncode}" if done.returncode else ""
+            code, said = _answer(self.command, at, self.deadline_s)
+            ending = f", which ended with {code}" if code else ""
         there = self.text in said
         last = one_line(said.strip().rpartition("\n")[2], 120)
         told = "there" if there else f"not in the output; its last line: {last or '(none)'}"
@@ -175,7 +167,7 @@ class _Table(_Strict):
     scripts: list[str] = Field(default=[])
     inputs: list[str] = Field(default=[])
     outputs: list[str] = Field(default=[])
-    env: dict[str, str] = Field(default={})
+    env: dict[Annotated[str, Field(pattern="^[^=]+$")], str] = Field(default={})
     deadline_s: float | None = Field(default=None, gt=0)
 
 
@@ -184,6 +176,8 @@ class Gate:
     """A gate file, read and checked. Paths are relative to the file's folder."""
 
     path: Path
+    sha256: str
+    """Of the file's bytes as they were read."""
     table: _Table
     before: tuple[_Check, ...]
     after: tuple[_Check, ...]
@@ -230,6 +224,7 @@ class _Place:
     log: Path
     argv: Sequence[str] = ()
     scripts: Mapping[str, Path] = field(default_factory=dict)
+    stop: threading.Event | None = None
 
     def glob(self, pattern: str) -> list[str]:
         return sorted(glob.glob(pattern, root_dir=self.base, include_hidden=True))  # noqa: PTH207
@@ -280,7 +275,10 @@ def load_gate(path: Path) -> Gate:
     Raises:
         SpecError: file, line and key of what is wrong, and what is valid.
     """
+    # Hashed before it is read: a change in between is found when the step is run.
+    digest = hashlib.sha256(read_input(path, MAX_BYTES)).hexdigest()
     values, source = read_toml(path, str(path))
+    _no_nulls(values, (), source)
     sides: dict[str, list[_Check]] = {}
     for side in ("before", "after"):
         rows = values.pop(side, [])
@@ -308,7 +306,20 @@ def load_gate(path: Path) -> Gate:
             raise source.error(
                 (), f"two checks are called {one_line(name, 80)!r}; give them a name"
             )
-    return Gate(path.absolute(), table, tuple(sides["before"]), tuple(sides["after"]))
+    return Gate(path.absolute(), digest, table, tuple(sides["before"]), tuple(sides["after"]))
+
+
+def _no_nulls(value: Any, where: KeyPath, source: Source) -> None:
+    """Refuse what no path, word or variable can hold."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _no_nulls(key, (*where, key), source)
+            _no_nulls(inner, (*where, key), source)
+    elif isinstance(value, list):
+        for position, inner in enumerate(value):
+            _no_nulls(inner, (*where, position), source)
+    elif isinstance(value, str) and "\0" in value:
+        raise source.error(where, "holds a null character")
 
 
 def _check(row: Any, source: Source, side: str, number: int) -> _Check:
@@ -376,7 +387,8 @@ def run_gate(
                 f"{step.receipt}: this step is done; --resume trusts the receipt, --again runs it"
             )
         try:
-            body = step.trusted(gate.inputs, _bytes(show, "holding inputs against the receipt"))
+            what = "holding inputs against the receipt"
+            body = step.trusted(gate.inputs, _bytes(show, what, stop))
             _outputs_hold(body)
         except Untrusted as error:
             show(f"the receipt is not trusted: {error}")
@@ -390,9 +402,11 @@ def run_gate(
     # A name that is mistyped must not cost the receipt of a step that is done.
     for path in gate.inputs:
         identity(path)
+    _unchanged(gate, hash_file(gate.path))
     step.begin({"gate": str(gate.path), "command": gate.table.command, "note": note})
     scripts = copy_scripts(step.folder / "scripts", gate.base, gate.table.scripts)
-    inputs = _hashed(gate.inputs, _bytes(show, "hashing inputs"), scripts, gate.base)
+    inputs = _hashed(gate.inputs, _bytes(show, "hashing inputs", stop), scripts, gate.base)
+    _unchanged(gate, inputs[0]["sha256"])
     step.note("inputs", inputs=[{k: row[k] for k in ("path", "sha256")} for row in inputs])
     copied = {str(gate.base / name): str(copy) for name, copy in scripts.items()}
     argv = [copied.get(str(gate.base / word), word) for word in gate.table.command]
@@ -402,6 +416,7 @@ def run_gate(
         step.output,
         gate.table.command,
         scripts,
+        stop,
     )
     place.log.unlink(missing_ok=True)
     before = _evaluate(gate.before, place, show)
@@ -413,14 +428,15 @@ def run_gate(
     step.note("command-end", returncode=code)
     if code != 0:
         return Outcome("command", before, returncode=code, note=note)
-    after = _evaluate(gate.after, place, show)
+    after = (*_evaluate(gate.after, place, show), *_no_outputs(gate))
     step.note("after", checks=[asdict(found) for found in after])
     if not all(found.passed for found in after):
         return Outcome("failed", before, after, code, note)
     for row in inputs:
         if identity(Path(row["path"])) != row["identity"]:
             raise RefusedByWorld(f"{row['path']}: was changed while the step ran")
-    outputs = _hashed([gate.base / name for name in gate.table.outputs], _bytes(show, "hashing"))
+    made = [gate.base / name for name in gate.table.outputs]
+    outputs = _hashed(made, _bytes(show, "hashing", stop))
     step.finish(
         [{k: row[k] for k in ("path", "bytes", "sha256")} for row in inputs],
         [{k: row[k] for k in ("path", "bytes", "sha256")} for row in outputs],
@@ -428,6 +444,20 @@ def run_gate(
         checks=[asdict(found) for found in (*before, *after)],
     )
     return Outcome("complete", before, after, code, note)
+
+
+def _unchanged(gate: Gate, sha256: str) -> None:
+    if sha256 != gate.sha256:
+        raise RefusedByWorld(f"{gate.path}: was changed since it was read; run it again")
+
+
+def _no_outputs(gate: Gate) -> Iterator[Found]:
+    """What the command should have made and has not."""
+    for name in gate.table.outputs:
+        try:
+            identity(gate.base / name)
+        except UsageError as error:
+            yield Found(f"output {name}", passed=False, found=one_line(str(error), 200))
 
 
 def _outputs_hold(body: Mapping[str, Any]) -> None:
@@ -456,12 +486,15 @@ def _hashed(
     return rows
 
 
-def _bytes(show: Callable[[str], None], what: str) -> Callable[[int], None]:
+def _bytes(
+    show: Callable[[str], None], what: str, stop: threading.Event | None
+) -> Callable[[int], None]:
     done = 0
 
     def add(size: int) -> None:
         nonlocal done
         done += size
+        _obey(stop, what)
         show(f"{what}: {done >> 20:,} MiB")
 
     return add
@@ -472,13 +505,70 @@ def _evaluate(
 ) -> tuple[Found, ...]:
     answers = []
     for check in checks:
+        _obey(place.stop, "between two checks")
         show(f"check: {_name(check)}")
         try:
             passed, found = check.look(place)
+        except WindowStopped:
+            raise
         except (Dsv41Error, OSError, subprocess.SubprocessError) as error:
             passed, found = False, f"cannot be seen: {one_line(str(error), 200)}"
         answers.append(Found(_name(check), passed, found))
     return tuple(answers)
+
+
+def _obey(stop: threading.Event | None, where: str) -> None:
+    if stop is not None and stop.is_set():
+        raise WindowStopped(f"stopped ({where})")
+
+
+def _answer(argv: Sequence[str], at: _Place, deadline_s: float) -> tuple[int, str]:
+    """Run a check's command; return its code and the end of what it says, however much that is.
+
+    It is ended, with all that it started, at its deadline and where the step is told to stop.
+    """
+    until = time.monotonic() + deadline_s
+    process = subprocess.Popen(
+        argv,
+        cwd=at.base,
+        env=at.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    said = bytearray()
+
+    def listen() -> None:
+        assert isinstance(process.stdout, io.BufferedReader)
+        while part := process.stdout.read1(1 << 16):
+            said.extend(part)
+            del said[:-_TOLD]
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        # A child of it may still hold the other end: then it has not said everything.
+        while not _has_ended(process) or listener.is_alive():
+            _obey(at.stop, "the check's command was ended")
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(argv, deadline_s)
+            listener.join(_POLL_S)
+            if not listener.is_alive() and not _has_ended(process):
+                time.sleep(_POLL_S)
+    except BaseException:
+        _end(process)
+        raise
+    finally:
+        listener.join(_POLL_S)
+        if not listener.is_alive() and process.stdout is not None:
+            process.stdout.close()
+    return process.wait(), said.decode("utf-8", "replace")
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has; it is not reaped, so that its number stays its own."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def _command(
@@ -490,9 +580,10 @@ def _command(
     show: Callable[[str], None],
 ) -> int:
     """Run the command in a session of its own; return its code, negative for a signal."""
+    _obey(stop, "the command was not started")
     start = time.monotonic()
-    try:
-        with place.log.open("wb") as log:
+    with place.log.open("wb") as log:
+        try:
             process = subprocess.Popen(
                 argv,
                 cwd=place.base,
@@ -504,8 +595,8 @@ def _command(
                 # Whatever outlives this runner keeps the step's folder taken.
                 pass_fds=(step.lock.fileno(),),
             )
-    except OSError as error:
-        raise UsageError(f"{one_line(argv[0], 120)}: {error.strerror}") from None
+        except OSError as error:
+            raise UsageError(f"{one_line(argv[0], 120)}: {error.strerror}") from None
     try:
         while True:
             try:
@@ -530,10 +621,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     limit = time.monotonic() + _GRACE_S
-    look = os.WEXITED | os.WNOWAIT | os.WNOHANG
     # It is not reaped before the last signal, so that its number is nobody else's yet.
     with contextlib.suppress(ChildProcessError):
-        while os.waitid(os.P_PID, process.pid, look) is None and time.monotonic() < limit:
+        while not _has_ended(process) and time.monotonic() < limit:
             time.sleep(_POLL_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from pytest_dsv41 import __version__
 from pytest_dsv41.durable import FileLock, append_json_line, read_json_lines, remove
-from pytest_dsv41.errors import Dsv41Error, RefusedByWorld, UsageError
+from pytest_dsv41.errors import Dsv41Error, RefusedByWorld, UsageError, WindowStopped
 from pytest_dsv41.payload.hashing import hash_file, identity
 from pytest_dsv41.quality.sealed import read_sealed, write_sealed
 from pytest_dsv41.text import one_line
@@ -135,6 +135,8 @@ class Step:
                 same = size == held[name]["bytes"] and (
                     hash_file(path, progress) == held[name]["sha256"]
                 )
+            except WindowStopped:
+                raise
             except (Dsv41Error, OSError) as error:
                 raise Untrusted(f"{name}: {one_line(str(error))}") from None
             if not same:

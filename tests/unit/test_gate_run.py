@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,11 @@ def _wait_until_gone(pid: int) -> None:
         ),
         (lambda t: "before = 3\n" + t.replace("[[before]]", "[[x]]"), "expected [[before]] tables"),
         (lambda t: t + "[", "invalid TOML"),
+        (lambda t: 'env = { "A=B" = "x" }\n' + t, "gate.toml:1: env.'A=B'"),
+        (lambda t: 'env = { A = "\\u0000" }\n' + t, "gate.toml:1: env.A: holds a null character"),
+        (lambda t: t.replace('"now"', '"\\u0000"'), "gate.toml:1: command[1]: holds a null"),
+        (lambda t: t.replace('"recipe"', '"\\u0000"'), "gate.toml:3: inputs[0]: holds a null"),
+        (lambda t: t.replace('"."', '"\\u0000"'), "before[2].folder: holds a null character"),
     ],
 )  # fmt: skip
 def test_a_wrong_gate_file_is_one_line(place: Path, change: Any, told: str) -> None:
@@ -299,9 +305,10 @@ def test_a_wrong_gate_file_is_one_line(place: Path, change: Any, told: str) -> N
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["../out.sh", "none.sh", "calib"])
+@pytest.mark.parametrize("name", ["../out.sh", "none.sh", "calib", "loop.sh", "/bin/sh"])
 def test_a_script_that_cannot_be_copied_is_refused(place: Path, name: str) -> None:
     (place.parent / "out.sh").write_text("")
+    (place / "loop.sh").symlink_to("loop.sh")
     text = GATE.replace('scripts = ["convert.sh"]', f'scripts = ["{name}"]')
     (place / "gate.toml").write_text(text)
     with pytest.raises(UsageError, match=Path(name).name):
@@ -316,6 +323,120 @@ def test_what_cannot_be_seen_is_no_pass(place: Path) -> None:
     done = go(place)
     assert done.status == "failed"
     assert "cannot be seen" in next(f.found for f in done.after if not f.passed)
+
+
+@pytest.mark.parametrize("ending", ["deadline", "stop"])
+def test_a_checks_command_is_ended_with_all_it_started(
+    place: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """It ends at once, and leaves a child behind that holds its output."""
+    monkeypatch.setattr(gates, "_GRACE_S", 0.5)
+    asks = '["sh", "-c", "trap \'\' TERM; sleep 600 & echo $! > child"]'
+    deadline = "deadline_s = 0.3\n" if ending == "deadline" else ""
+    text = GATE.replace('["wc", "-c", "model.rad"]', asks) + deadline
+    (place / "gate.toml").write_text(text)
+    stop = threading.Event()
+
+    def watch() -> None:
+        _wait_for(place / "child")
+        stop.set()
+
+    if ending == "stop":
+        watching = threading.Thread(target=watch)
+        watching.start()
+        with pytest.raises(WindowStopped, match="the check's command was ended"):
+            go(place, stop=stop)
+        watching.join()
+    else:
+        done = go(place)
+        assert done.status == "failed"
+        assert "timed out after 0.3 seconds" in done.after[-1].found
+    _wait_until_gone(int((place / "child").read_text()))
+    assert not (place / "run" / "receipt.json").exists()
+
+
+def test_a_checks_command_that_says_gigabytes_costs_none(place: Path) -> None:
+    """Two hundred megabytes and the word; what is kept of it is its end."""
+    asks = '["sh", "-c", "head -c 200000000 /dev/zero; echo model.rad"]'
+    (place / "gate.toml").write_text(GATE.replace('["wc", "-c", "model.rad"]', asks))
+    tracemalloc.start()
+    try:
+        assert go(place).status == "complete"
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 20_000_000
+
+
+def test_a_stop_while_inputs_are_hashed_runs_nothing(place: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(WindowStopped, match="hashing inputs"):
+        go(place, stop=stop)
+    assert not (place / "model.rad").exists()
+    stop.clear()
+    assert go(place).status == "complete"
+    stop.set()
+    with pytest.raises(WindowStopped, match="holding inputs against the receipt"):
+        go(place, stop=stop, resume=True)
+    assert (place / "run" / "receipt.json").exists()
+
+
+def test_a_stop_in_the_last_check_before_starts_no_command(place: Path) -> None:
+    stop = threading.Event()
+
+    def watch(text: str) -> None:
+        if text.startswith("check: flag-absent"):
+            stop.set()
+
+    with pytest.raises(WindowStopped, match="the command was not started"):
+        go(place, stop=stop, progress=watch)
+    assert not (place / "model.rad").exists()
+
+
+def test_an_output_that_was_not_made_is_a_failure_by_its_name(place: Path) -> None:
+    (place / "gate.toml").write_text(GATE.replace('outputs = ["model.rad"]', 'outputs = ["m"]'))
+    done = go(place)
+    assert done.status == "failed"
+    assert answers(done)["output m"] is False
+    assert not (place / "run" / "receipt.json").exists()
+
+
+def test_a_gate_file_that_is_changed_before_its_turn_is_not_run(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All are read before the first command: a receipt must not hold bytes that were never read."""
+    (place / "one.toml").write_text(
+        'command = ["sh", "-c", "sed -i s/model/other/ gate.toml"]\n'
+        '[[before]]\ncheck = "absent"\nfiles = "none"\n'
+    )
+    assert main(["gate", "run", str(place / "one.toml"), str(place / "gate.toml")]) == 13
+    assert "gate.toml: was changed since it was read" in capsys.readouterr().err
+    assert not (place / "model.rad").exists()
+
+
+def test_a_folder_of_the_users_is_never_a_steps(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step begins by removing the copies of the last one's scripts: the user's own stay."""
+    (place / "scripts").mkdir()
+    (place / "scripts" / "convert.sh").write_text(CONVERT)
+    for folder in (place, place / "scripts"):
+        words = ["gate", "run", str(place / "gate.toml"), "--run", str(folder)]
+        assert main(words) == 4
+        assert "which no run has put there" in capsys.readouterr().err
+    assert (place / "scripts" / "convert.sh").read_text() == CONVERT
+
+
+def test_a_checks_name_reaches_no_terminal_as_it_is(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = GATE.replace("Grams are there", "Grams \\u001b[2J are there")
+    (place / "gate.toml").write_text(text)
+    assert main(["gate", "run", str(place / "gate.toml")]) == 0
+    told = capsys.readouterr().out
+    assert "Grams \\x1b[2J are there: 3 files" in told
+    assert "\x1b" not in told
 
 
 def test_several_files_run_in_order_and_the_first_that_fails_ends_it(
