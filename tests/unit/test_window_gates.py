@@ -369,8 +369,8 @@ def test_the_folder_alone_shows_the_costs_again(
     assert main(["decide", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "prefill-cold 4379 3126 −28.6 % ± 2.0 % outside, WORSE" in lines
-    assert "decode-warm 99.20 102.3 +3.1 % ± 3.0 % outside, better" in lines
+    assert "prefill_tok_s 4379 3126 −28.6 % ± 2.0 % outside, WORSE" in lines
+    assert "decode_tok_s 99.20 102.3 +3.1 % ± 3.0 % outside, better" in lines
     assert "differs in --vram-weights-mib: 26071 → 22208" in shown
     assert main(["decide", "--json", str(tmp_path)]) == 0
     costs = json.loads(capsys.readouterr().out)["costs"]
@@ -396,9 +396,11 @@ def test_the_reports_show_it(tmp_path: Path) -> None:
         costs=cost_tables(made, rows),
     )
     shown = render_window(summary, made.to_json(), rows, width=100, color=False)
-    line = next(line for line in shown.splitlines() if line.startswith("decode-b1 ttft_ms"))
+    table = shown[shown.index("cost of ") :].splitlines()
+    assert table[1].split() == ["decode-b1"]
+    line = next(line for line in table if line.startswith(" ttft_ms"))
     assert line.split() == [
-        "decode-b1", "ttft_ms", "20.00", "25.00", "+25.0", "%", "±", "3.0", "%", "outside,", "WORSE"
+        "ttft_ms", "20.00", "25.00", "+25.0", "%", "±", "3.0", "%", "outside,", "WORSE"
     ]  # fmt: skip
     assert "the two arms differ in no key" in shown
 
