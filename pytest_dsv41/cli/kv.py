@@ -116,7 +116,21 @@ def _pairs(given: list[str], flag: str) -> dict[str, float]:
         except ValueError:
             equals = ""
         if not equals or not name or not math.isfinite(found[name]):
-            raise UsageError(f"--{flag} {pair}: write NAME=NUMBER")
+            raise UsageError(f"--{flag} {one_line(pair, 80)}: write NAME=NUMBER")
+    return found
+
+
+def _flags(given: list[str]) -> dict[str, str]:
+    """Flags by name, with the dashes that may be left out; a size must be a number."""
+    found = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        bare = name.lstrip("-")
+        if not equals or not bare or not value:
+            raise UsageError(f"--flag {one_line(pair, 80)}: write NAME=VALUE")
+        if bare.endswith("-mib"):
+            _pairs([pair], "flag")
+        found[name if name.startswith("-") else f"--{bare}"] = value
     return found
 
 
@@ -159,15 +173,17 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _ledger(args: argparse.Namespace) -> int:
-    from ..unit.memory import budget_ceiling, check_ledger, law_against, read_law
+    from ..unit.memory import budget_ceiling, law_against, read_law
+    from ..unit.proof import ledger_faults
 
     law = None if args.law is None else read_law(args.law)
     ledger = _read_ledger(args.file, args.dialect if law is None else law.dialect)
-    flags = {f"--{name.lstrip('-')}": value for name, value in _pairs(args.flag, "flag").items()}
-    wrong = check_ledger(ledger, flags)
+    flags = _flags(args.flag)
+    wrong = ledger_faults(ledger, [f"{name}={value}" for name, value in flags.items()], law)
     held = None
     if law is not None:
-        held = law_against(law, ledger, flags.get(law.flags.get("pool", "")))
+        pool = flags.get(law.flags.get("pool", ""))
+        held = law_against(law, ledger, None if pool is None else float(pool))
         if held is None:
             raise UsageError(f"{args.file}: says too little, or other pages, to hold it to the law")
     if args.json:

@@ -485,6 +485,17 @@ def test_the_commands_and_their_exit_codes(
     assert main(["kv", "ledger", str(tmp_path / "old.log"), "--flag", "vram-kv-mib=6912"]) == 0
     assert main(["kv", "ledger", str(tmp_path / "old.log"), "--flag", "vram-kv-mib=3543"]) == 1
     assert "DOES NOT AGREE: vram_kv: states 6,912.0 MiB" in capsys.readouterr().out
+    for flag, told in (
+        (
+            "kv-cache-dtype=fp8",
+            "ledger: kv_attn has pages of 52.00 KiB, which is bf16; --kv-cache-dtype",
+        ),
+        ("--max-num-seqs=3", "ledger: kv cache sequences is 2; --max-num-seqs says 3"),
+    ):
+        assert main(["kv", "ledger", str(tmp_path / "old.log"), f"--flag={flag}"]) == 1
+        assert f"DOES NOT AGREE: {told}" in capsys.readouterr().out
+    assert main(["kv", "ledger", str(tmp_path / "old.log"), "--flag", "kv-cache-dtype"]) == 4
+    assert "write NAME=VALUE" in capsys.readouterr().err
     assert main(["kv", "ledger", str(tmp_path / "old.log"), "--law", "radiance"]) == 0
     said = "bf16, 2 x 200,000: the law says 462,903 tokens, the ledger 462,752: -0.03 %"
     assert said in capsys.readouterr().out
