@@ -17,6 +17,7 @@ from pytest_dsv41.text import one_line
 
 from .masking import masked_words
 from .memory import Law, Ledger, check_ledger, printed_dtype, read_law
+from .memory.ledger import SIZES
 
 __all__ = ["Expected", "flag_values", "ledger_faults", "mismatches"]
 
@@ -212,10 +213,10 @@ def _expected_facts(wanted: Mapping[str, str | float], ledger: Ledger) -> list[s
     return found
 
 
-def _facts(ledger: Ledger, key: str) -> list[tuple[str, str | float, float]]:
+def _facts(ledger: Ledger, key: str) -> list[tuple[str, str | float, str, float]]:
     """The facts called `subject name`; a subject's kind in parentheses may be left out."""
     return [
-        (f"{fact.subject} {fact.name}", fact.value, fact.rounding)
+        (f"{fact.subject} {fact.name}", fact.value, fact.unit, fact.rounding)
         for fact in ledger.facts
         if key in (f"{fact.subject} {fact.name}", f"{fact.subject.split(' (')[0]} {fact.name}")
     ]
@@ -223,18 +224,30 @@ def _facts(ledger: Ledger, key: str) -> list[tuple[str, str | float, float]]:
 
 def _unequal(ledger: Ledger, key: str, value: str | float | bool, who: str) -> list[str]:
     found = []
-    for name, printed, rounding in _facts(ledger, key):
+    for name, printed, unit, rounding in _facts(ledger, key):
         if isinstance(printed, str):
             same = printed == str(value)
         else:
-            wanted = _number(value)
+            wanted = _mib(value) if unit == "MiB" else _number(value)
             same = wanted is not None and abs(printed - wanted) <= rounding + 1e-9 * abs(wanted)
         if not same:
             shown = printed if isinstance(printed, str) else f"{printed:,.10g}"
+            # A size that was asked for with its unit is shown with one.
+            told = f" {unit}" if unit == "MiB" and isinstance(value, str) else ""
             found.append(
-                f"ledger: {name} is {one_line(str(shown), 80)}; {who} {one_line(str(value), 80)}"
+                f"ledger: {name} is {one_line(str(shown), 80)}{told}; {who} "
+                f"{one_line(str(value), 80)}"
             )
     return found
+
+
+def _mib(value: str | float | bool) -> float | None:
+    """A size in MiB: a number, or a text with its unit as a server prints it, such as 26.00 KiB."""
+    with_unit = re.fullmatch(r"([\d.]+) ?(KiB|MiB|GiB)", value) if isinstance(value, str) else None
+    if with_unit is None:
+        return _number(value)
+    number = _number(with_unit[1])
+    return None if number is None else number * SIZES[with_unit[2]]
 
 
 def _number(value: str | float | bool) -> float | None:

@@ -115,6 +115,9 @@ to_arm = "fast"
 direction = "flat"
 threshold = 0.05
 
+[noise]
+ms_per_round = 0.02
+
 [limits]
 item_s = 20
 start_s = {start_s}

@@ -85,6 +85,16 @@ def test_a_window_of_three_starts_on_one_unit(unit: UnitHost) -> None:
     assert "kv K dtype: f16 -> q8_0" in said
     assert "kv size: 10 MiB -> 5.31 MiB (-4.69)" in said
     assert "ledger fast" in ended.output
+    # 2.0 -> 1.6 ms a round, beside the registered noise; what differs is read off what ran.
+    cost = summary["costs"]["fast"]
+    (row,) = [row for row in cost["rows"] if row["metric"] == "ms_per_round"]
+    assert row["delta"] == pytest.approx(-0.2, abs=0.05)
+    assert (row["floor"], row["outside"], row["better"]) == (0.02, True, True)
+    differing = {key["key"]: (key["control"], key["candidate"]) for key in cost["differing"]}
+    assert differing["--round-ms"] == ("2.0", "1.6")
+    assert set(differing) == {
+        *("--round-ms", "env KV_TYPE", "env ROUND_MS", "setting ledger"),
+    }
     unit.assert_serving_and_nothing_left()
 
 

@@ -167,6 +167,21 @@ def test_radiances_pages_tell_the_dtype_that_the_flag_must_be(
     assert faults(Expected(), argv=["serve"], ledger=ledger) == []
 
 
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("26.00 KiB", []),
+        (26 / 1024, []),
+        ("52.00 KiB", ["ledger: kv_attn page is 0.025390625 MiB; the arm says 52.00 KiB"]),
+        ("26.00", ["ledger: kv_attn page is 0.025390625 MiB; the arm says 26.00"]),
+        ("wide", ["ledger: kv_attn page is 0.025390625 MiB; the arm says wide"]),
+    ],
+)
+def test_a_size_is_asked_for_as_it_is_printed(wanted: str | float, told: list[str]) -> None:
+    ledger = parse_ledger(FP8_PAGES, "radiance")
+    assert faults(Expected(ledger={"kv_attn page": wanted}), argv=["serve"], ledger=ledger) == told
+
+
 def test_pages_of_no_dtype_of_the_law_that_was_named_are_a_fault() -> None:
     law = read_law("radiance")
     text = FP8_PAGES.replace("3.25 KiB", "3.50 KiB").replace("482.22", "519.30")

@@ -17,6 +17,7 @@ from pytest_dsv41.text import one_line
 
 __all__ = [
     "DIALECTS",
+    "SIZES",
     "Change",
     "Fact",
     "Ledger",
@@ -30,7 +31,8 @@ _LINE_MOST: Final = 4096
 """Characters of a line that may be a fact: the patterns look for sizes anywhere in it."""
 _NUMBER_MOST: Final = 1e15
 
-_SIZES: Final = {"KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
+SIZES: Final = {"KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
+"""MiB of one."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,7 @@ def _facts(line: str, number: int, dialect: str) -> list[Fact]:
             digits = len(printed.partition(".")[2])
             rounding = 0.5 * 10.0**-digits if digits else 0.0
             if unit == "size":
-                factor = _SIZES[groups[f"{group}_u"]]
+                factor = SIZES[groups[f"{group}_u"]]
                 found.append(Fact(subject, name, value * factor, "MiB", rounding * factor, number))
             else:
                 found.append(Fact(subject, name, value, unit, rounding, number))
