@@ -640,7 +640,7 @@ def _running(facts: UnitFacts) -> Iterator[Finding]:
             "argv",
             path,
             f"pid {process.pid} runs {masked_argv(process.argv)}; loaded is {masked_argv(words)}, "
-            "and since it was loaded it was not started; a restart starts it",
+            "which was not started since it was loaded; a restart starts it",
             line=line,
             key="Service.ExecStart",
             basis=[*process.argv, "against", *words],
@@ -653,7 +653,7 @@ def _running(facts: UnitFacts) -> Iterator[Finding]:
         yield _finding(
             "environment",
             where,
-            f"pid {process.pid} has it "
+            f"pid {process.pid} has "
             + (f"{masked_value(name, has)}" if has is not None else "not set")
             + f"; a restart would set {masked_value(name, value)}",
             line=at,
@@ -685,7 +685,7 @@ def _running(facts: UnitFacts) -> Iterator[Finding]:
             yield _finding(
                 "environment",
                 path,
-                f"pid {process.pid} has it {masked_value(name, value)}; nothing sets it any more",
+                f"pid {process.pid} has {masked_value(name, value)}; nothing sets it any more",
                 key=name,
                 basis=[value],
             )

@@ -308,7 +308,7 @@ def test_an_environment_file_that_changed_under_the_process_and_goes_over_enviro
     units.write(shape, "# the shape\nSLOTS=4\nSHAPE_FILE=/srv/from-file.env\n")
     found = drift(units.host, UNIT, checkout=known)
     assert [(f.kind, f.path, f.line, f.key) for f in found] == [("environment", shape, 2, "SLOTS")]
-    assert "has it 3; a restart would set 4" in found[0].what
+    assert "has 3; a restart would set 4" in found[0].what
 
 
 @pytest.mark.parametrize("how", ["EnvironmentFile", "UnsetEnvironment"])

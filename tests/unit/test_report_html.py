@@ -231,7 +231,8 @@ def test_claims_and_ledgers_stand_on_the_page_and_on_the_terminal(tmp_path: Path
     page = html_page(load_window(folder))
     assert "<b>the slab</b>" not in page
     assert "&lt;b&gt;the slab&lt;/b&gt; is a threshold" in page
-    assert "boot ledger of fast: kv K dtype: f16 -&gt; q8_0" in page
+    section = page[page.index("Boot ledger of fast") :]
+    assert "<li>kv K dtype: f16 -&gt; q8_0</li>" in section[: section.index("</section>")]
     shown = " ".join(render_files(load_window(folder), width=120, color=False).split())
     assert "claim FALSIFIED: <b>the slab</b> is a threshold (short-b1/ms_per_round" in shown
     assert "ledger fast kv K dtype: f16 -> q8_0" in shown
