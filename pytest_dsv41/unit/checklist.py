@@ -24,14 +24,16 @@ from pytest_dsv41.engines import check_url, detect_engine, get_engine
 from pytest_dsv41.errors import CommandFailed, Dsv41Error, UsageError
 from pytest_dsv41.hosts import Host, Probe
 from pytest_dsv41.quality.fleet import PASS, PROBES, fleet_probe
+from pytest_dsv41.quality.reference import read_receipt
 from pytest_dsv41.text import counted, error_line, one_line
 from pytest_dsv41.unit.drift import find_drift, load_checkout, read_file, unregistered
-from pytest_dsv41.unit.masking import masked_argv, masked_value
+from pytest_dsv41.unit.masking import masked_argv, masked_value, masked_words
 from pytest_dsv41.unit.memory import parse_ledger
 from pytest_dsv41.unit.memory.ledger import DIALECTS
 from pytest_dsv41.unit.proof import ledger_faults
 from pytest_dsv41.unit.systemd import RunningProcess, UnitFacts, read_host_file, read_unit
 from pytest_dsv41.unit.unitfile import unit_name
+from pytest_dsv41.window.arm_keys import flag_keys, left_keys
 from pytest_dsv41.window.source import Source, read_toml
 
 __all__ = ["CHECKS", "Answer", "Checklist", "load_checklist", "verify"]
@@ -300,6 +302,26 @@ def _near(value: float, wanted: float | str, slack: float) -> bool:
     return not isinstance(wanted, str) and abs(value - wanted) <= slack
 
 
+class _Scored(_Check):
+    """Production still runs in the shape that a KL score was made in, by the gate's receipt."""
+
+    check: Literal["scored"]
+    receipt: str = Field(min_length=1)
+    container: str = Field(default="", pattern=_CONTAINER)
+
+    def title(self) -> str:
+        return self.receipt
+
+    def look(self, at: _Place) -> tuple[bool, str]:
+        shape = read_receipt(at.base / self.receipt)["shape"]
+        if not shape:
+            return False, "the receipt was written without a shape"
+        left, untold = left_keys(shape, flag_keys(at.words(self.container)))
+        wrong = [f"{key} was {was}, {masked_words([key, now])[1]} runs" for key, was, now in left]
+        wrong += [f"{key} was {shape[key]}, and is not given" for key in untold]
+        return not wrong, one_line("; ".join(wrong) or f"{counted(len(shape), 'key')} as scored")
+
+
 class _Http(_Check):
     """Any address: a metrics page, a monitor's query. Asked from here."""
 
@@ -373,6 +395,7 @@ _Any = Annotated[
     | _Port
     | _File
     | _Ledger
+    | _Scored
     | _Http
     | _Fleet
     | _Command,
@@ -391,6 +414,7 @@ CHECKS: Final[dict[str, type[_Check]]] = {
     "port": _Port,
     "file": _File,
     "ledger": _Ledger,
+    "scored": _Scored,
     "http": _Http,
     "fleet": _Fleet,
     "command": _Command,

@@ -11,7 +11,7 @@ from ..durable import dump_json
 if TYPE_CHECKING:
     from .spec import Arm
 
-__all__ = ["arm_keys", "differing", "same_key"]
+__all__ = ["arm_keys", "differing", "flag_keys", "left_keys", "same_key"]
 
 _FLAG = re.compile(r"--?[A-Za-z]")
 
@@ -23,7 +23,7 @@ def arm_keys(arm: Arm, argv: Sequence[str] = ()) -> dict[str, str]:
     environment are as the plan has them: hashed, for they may be secrets. `argv` is the command
     line that a start of the arm was proved to have: its flags go over those that the arm states.
     """
-    keys = _flags(arm.args)
+    keys = flag_keys(arm.args)
     for name, value in arm.settings.items():
         if name == "flags" and isinstance(value, Mapping):
             # What target systemd-unit holds the server's command line against.
@@ -31,14 +31,15 @@ def arm_keys(arm: Arm, argv: Sequence[str] = ()) -> dict[str, str]:
             keys |= {flag: "on" if given is True else str(given) for flag, given in stated.items()}
         else:
             keys[f"setting {name}"] = _text(value)
-    keys |= _flags(argv)
+    keys |= flag_keys(argv)
     keys |= {f"env {name}": value for name, value in arm.env.items()}
     if arm.speculation is not None:
         keys["speculation"] = "on" if arm.speculation else "off"
     return keys
 
 
-def _flags(args: Sequence[str]) -> dict[str, str]:
+def flag_keys(args: Sequence[str]) -> dict[str, str]:
+    """Return the flags of a command line, as `arm_keys` does."""
     found: dict[str, list[str]] = {}
     flag = ""
     for place, word in enumerate(args):
@@ -66,6 +67,27 @@ def differing(one: Mapping[str, str], two: Mapping[str, str]) -> list[tuple[str,
         for key in sorted({*one, *two})
         if one.get(key) != two.get(key)
     ]
+
+
+def left_keys(
+    scored: Mapping[str, Any], keys: Mapping[str, str]
+) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """Return how a server's keys leave those that it was scored with, and what they do not tell.
+
+    First (key, value scored, value now) of every other value, then the keys that are not told. A
+    key is found under every name of one meaning (`same_key`); True is a flag without a value, and
+    False one that is not given.
+    """
+    served = {same_key(key): value for key, value in keys.items()}
+    left, untold = [], []
+    for key, value in scored.items():
+        now = served.get(same_key(key))
+        was = {True: "on", False: "not set"}[value] if isinstance(value, bool) else str(value)
+        if now is None and value is not False:
+            untold.append(key)
+        elif now is not None and now != was:
+            left.append((key, was, now))
+    return left, untold
 
 
 def same_key(key: str) -> str:

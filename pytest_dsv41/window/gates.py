@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict
 
 from ..text import one_line
-from .arm_keys import arm_keys, same_key
+from .arm_keys import arm_keys, left_keys
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -219,17 +219,12 @@ def _kl(gate: KlGate, arms: Sequence[Arm], served: Mapping[str, Sequence[str]]) 
 
 def _left(shape: Mapping[str, Any], arm: Arm, argv: Sequence[str]) -> list[str]:
     """How an arm leaves the scored shape, and what of that shape is not known of it."""
-    keys = {same_key(key): value for key, value in arm_keys(arm, argv).items()}
-    lines, untold = [], []
-    for key, value in shape.items():
-        now = keys.get(same_key(key))
-        if now is None:
-            untold.append(one_line(key, 60))
-        elif now != str(value):
-            lines.append(
-                f"{one_line(key, 60)} was {value} where it was scored, arm {arm.name} has "
-                f"{one_line(now, 60)}: the score does not stand for that shape"
-            )
+    left, untold = left_keys(shape, arm_keys(arm, argv))
+    lines = [
+        f"{one_line(key, 60)} was {one_line(was, 60)} where it was scored, arm {arm.name} has "
+        f"{one_line(now, 60)}: the score does not stand for that shape"
+        for key, was, now in left
+    ]
     if untold:
         lines.append(f"whether arm {arm.name} has the scored {', '.join(untold)} is not told by it")
     return lines

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_kl_reference_gate import report
 from test_memory_law import BF16_BOOT
 
 from pytest_dsv41.cli import main
 from pytest_dsv41.errors import CommandFailed
 from pytest_dsv41.hosts import CommandLog, LocalHost
+from pytest_dsv41.quality.reference import Limits, judge
 from pytest_dsv41.unit.drift import Finding, drift
 from pytest_dsv41.unit.systemd import read_unit
 
@@ -236,6 +238,15 @@ def test_why_asks_the_same_facts(machine: Machine, capsys: pytest.CaptureFixture
     assert "SIGSEGV" in report["said"]
 
 
+def serving(machine: Machine, *flags: str) -> None:
+    """The unit's main process is one with these flags."""
+    machine.process.kill()
+    machine.process.wait()
+    words = ["-c", "import time; time.sleep(1000)", *flags]
+    machine.process = subprocess.Popen([sys.executable, *words])
+    machine.answer(MainPID=machine.process.pid)
+
+
 @pytest.mark.parametrize(("dtype", "code"), [("bf16", 0), ("fp8", 2)])
 def test_a_boot_ledger_is_held_against_the_flags_that_run(
     machine: Machine, capsys: pytest.CaptureFixture[str], dtype: str, code: int
@@ -245,13 +256,44 @@ def test_a_boot_ledger_is_held_against_the_flags_that_run(
     (machine.folder / "list.toml").write_text(
         f'[[check]]\ncheck = "ledger"\ndialect = "radiance"\nfile = "{machine.folder}/boot.log"\n'
     )
-    machine.process.kill()
-    machine.process.wait()
-    words = ["-c", "import time; time.sleep(1000)", "--kv-cache-dtype", dtype]
-    machine.process = subprocess.Popen([sys.executable, *words, "--max-num-seqs", "2"])
-    machine.answer(MainPID=machine.process.pid)
+    serving(machine, "--kv-cache-dtype", dtype, "--max-num-seqs", "2")
     checklist = str(machine.folder / "list.toml")
     assert main(["unit", "verify", "m", "--checklist", checklist]) == code
     shown = capsys.readouterr().out
     told = "kv_attn has pages of 52.00 KiB, which is bf16; --kv-cache-dtype says fp8"
     assert (told in shown) is (dtype == "fp8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "shape", "told"),
+    [
+        # FRANK-ARCHON: "scored at the fp8-KV shape, so a bf16-KV production runs away from" it.
+        (["--kv-cache-dtype=fp8", "--spec"], {"kv_cache_dtype": "fp8", "spec": True}, ""),
+        (
+            ["--kv-cache-dtype", "bf16"],
+            {"kv_cache_dtype": "fp8"},
+            "kv_cache_dtype was fp8, bf16 runs",
+        ),
+        (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8", "spec": False}, ""),
+        (["--spec"], {"spec": False}, "spec was not set, on runs"),
+        ([], {"max-num-seqs": 3}, "max-num-seqs was 3, and is not given"),
+        ([], {}, "the receipt was written without a shape"),
+    ],
+)
+def test_production_that_left_the_scored_shape_is_told(
+    machine: Machine,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    shape: dict[str, Any],
+    told: str,
+) -> None:
+    report(machine.folder / "kl.json", 0.0146, 20)
+    receipt = judge(machine.folder / "kl.json", Limits(), shape)
+    (machine.folder / "receipt.json").write_text(json.dumps(receipt.to_json()))
+    (machine.folder / "list.toml").write_text(
+        '[[check]]\ncheck = "scored"\nreceipt = "receipt.json"\n'
+    )
+    serving(machine, *flags)
+    words = ["unit", "verify", "m", "--checklist", str(machine.folder / "list.toml")]
+    assert main(words) == (2 if told else 0)
+    assert told in capsys.readouterr().out

@@ -221,6 +221,14 @@ def test_what_a_units_arm_must_show_is_held_against_the_scored_shape(tmp_path: P
     assert all("kv-cache-dtype was fp8 where it was scored" in note for note in found.notes)
 
 
+def test_a_switch_of_the_scored_shape_is_there_or_not(tmp_path: Path) -> None:
+    gate = UNIT_KL.partition("shape = ")[0] + "shape = {{ spec = true, mlock = false }}\n"
+    assert ended(kl_plan(tmp_path, 0.0146, arms='args = ["--spec"]\n', gate=gate)).notes == []
+    told = ended(kl_plan(tmp_path, 0.0146, arms='args = ["--spec", "--mlock"]\n', gate=gate)).notes
+    assert len(told) == 2
+    assert all("mlock was not set where it was scored" in note for note in told)
+
+
 def test_a_score_without_its_shape_is_warned_of(tmp_path: Path) -> None:
     bare = UNIT_KL.partition("shape = ")[0]
     (note,) = ended(kl_plan(tmp_path, 0.0146, gate=bare)).notes
