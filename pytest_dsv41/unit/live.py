@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Final
@@ -35,6 +36,8 @@ _PROPERTIES: Final = (
 _DEPENDENTS: Final = ("RequiredBy", "RequisiteOf", "BoundBy", "ConsistsOf", "PropagatesStopTo")
 _IGNORED: Final = " (ignore_errors="
 
+# What `podman run --detach` prints.
+_CONTAINER_ID: Final = re.compile("[0-9a-f]{64}")
 BOOT_LOG: Final = f"""\
 journalctl --no-pager -q -o cat "_SYSTEMD_INVOCATION_ID=$1" | head -c {_BOOT_BYTES}
 """
@@ -200,7 +203,11 @@ class LiveUnit:
     def last_words(self, state: UnitState) -> str:
         """The last line that a start printed, for the message of its end."""
         try:
-            lines = self._printed(state).strip().splitlines()
+            # A start that ended before it had a container has said so in the journal alone, and a
+            # container that an earlier start left has that one's words.
+            lines = self._journal(state).strip().splitlines()
+            if self._container and (not lines or _CONTAINER_ID.fullmatch(lines[-1])):
+                lines = self._printed(state).strip().splitlines()
         except (Dsv41Error, OSError):
             return "its log cannot be read"
         return f"its last line: {one_line(lines[-1])}" if lines else "it printed nothing"
@@ -211,7 +218,11 @@ class LiveUnit:
             done = self._login.run(
                 argv, name="boot-log", deadline_s=_LOG_S, check=False, private=True
             )
-            return (done.stdout + done.stderr)[:_BOOT_BYTES]
+            if done.returncode == 0:
+                return (done.stdout + done.stderr)[:_BOOT_BYTES]
+        return self._journal(state)
+
+    def _journal(self, state: UnitState) -> str:
         argv = ["sh", "-c", BOOT_LOG, "sh", state.invocation]
         done = self.host.run(argv, name="boot-log", deadline_s=_LOG_S, check=False, private=True)
         return done.stdout

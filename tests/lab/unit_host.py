@@ -49,6 +49,22 @@ K ($KV_TYPE): $half MiB, V ($KV_TYPE): $half MiB"
 exec {stub} --port 8000 --engine llamacpp --model lab --noise 0.003 --round-ms "$ROUND_MS"
 """
 
+# A lab host has an overlay for its root, a kernel without a keyring of its own, and no controllers.
+_STORAGE = """\
+[storage]
+driver = "vfs"
+graphroot = "/var/lib/lab-containers"
+runroot = "/run/lab-containers"
+"""
+_CONTAINERS = """\
+[containers]
+keyring = false
+default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+"""
+
 _SUDO = """\
 #!/bin/sh
 [ "$1" = -n ] && [ "$2" = -- ] || { echo "sudo: a password is required" >&2; exit 1; }
@@ -339,6 +355,48 @@ class UserUnit(UnitHost):
     systemctl = ("systemctl", "--user")
     units = "/etc/systemd/user"
     running = "/run/user/0"
+
+
+_CONTAINED = """\
+#!/bin/sh
+set -eu
+. "$SERVE_ENV_FILE"
+case $KV_TYPE in
+  f16|q8_0) ;;
+  *) echo "serve: KV_TYPE=$KV_TYPE is none of f16, q8_0" >&2; exit 1;;
+esac
+exec podman run --rm --replace --name served --network host --cgroups disabled \\
+  --env KV_TYPE="$KV_TYPE" --env CTX="$CTX" --rootfs /srv/root \\
+  /etc/serve/inside.sh --round-ms "$ROUND_MS" --kv-type "$KV_TYPE"
+"""
+
+
+class PodmanUnit(UnitHost):
+    """The server runs in a container, whose root is the host's own; the unit runs `podman run`."""
+
+    named = f'{UnitHost.named}\nruntime = "podman"\ncontainer = "served"'
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        super().__init__(lab, folder)
+        self.host.write("/etc/containers/storage.conf", _STORAGE)
+        self.host.write("/etc/containers/containers.conf", _CONTAINERS)
+        self.run_on_host("mkdir", "-p", "/srv/root")
+        self.run_on_host("mount", "--rbind", "/", "/srv/root")
+        # What is unmounted there later stays mounted on the host.
+        self.run_on_host("mount", "--make-rslave", "/srv/root")
+        # In the container: the ledger's lines, then the server with the flags it was given.
+        text = self.host.read("/etc/serve/serve.sh") or b""
+        inside = text.decode().replace('. "$SERVE_ENV_FILE"\n', "")
+        inside = inside.replace('--round-ms "$ROUND_MS"', '--round-ms "$2"')
+        self.host.write("/etc/serve/inside.sh", inside)
+        self.host.write("/etc/serve/serve.sh", _CONTAINED)
+        self.run_on_host("chmod", "755", "/etc/serve/inside.sh", "/etc/serve/serve.sh")
+
+    def clean(self) -> None:
+        """Take container and mounts away too."""
+        self.run_on_host("podman", "rm", "--force", "--ignore", "served", check=False)
+        self.run_on_host("umount", "--recursive", "--lazy", "/srv/root", check=False)
+        super().clean()
 
 
 class LlamaHost(UnitHost):

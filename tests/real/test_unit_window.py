@@ -19,7 +19,16 @@ from pytest_dsv41.hosts import Probe
 from pytest_dsv41.unit.memory import law_against, parse_ledger, read_law
 from tests.lab.lab import Lab
 from tests.lab.pair import break_it
-from tests.lab.unit_host import DROP_IN, ENV_FILE, UNIT, LlamaHost, SudoUnit, UnitHost, UserUnit
+from tests.lab.unit_host import (
+    DROP_IN,
+    ENV_FILE,
+    UNIT,
+    LlamaHost,
+    PodmanUnit,
+    SudoUnit,
+    UnitHost,
+    UserUnit,
+)
 from tests.lifecycle.running import Ended
 
 pytestmark = pytest.mark.slow
@@ -423,3 +432,45 @@ def test_a_unit_of_the_logins_own_manager(lab: Lab, tmp_path: Path) -> None:
     finally:
         lab.mend()
         unit.clean()
+
+
+@pytest.fixture
+def contained(lab: Lab, tmp_path: Path) -> Iterator[PodmanUnit]:
+    """A host whose unit runs its server in a container of podman."""
+    if shutil.which("podman") is None:
+        pytest.skip("apt-get install -y --no-install-recommends podman")
+    unit = PodmanUnit(lab, tmp_path)
+    try:
+        unit.serve()
+        yield unit
+    finally:
+        lab.mend()
+        unit.clean()
+
+
+def test_a_unit_whose_server_runs_in_a_container(contained: PodmanUnit) -> None:
+    shown = 'flags = {"--round-ms" = "1.6", "--kv-type" = "q8_0"}\nledger = {"kv K dtype" = "q8_0"}'
+    ended = contained.run(window=contained.write_window("contained", settings=shown))
+    assert ended.returncode == 0, ended.output
+    restored(ended.summary)
+    asked = (("C1", "2.0", "f16"), ("X", "1.6", "q8_0"), ("C2", "2.0", "f16"))
+    proofs = contained.proofs(ended.folder)
+    assert {start: proof["argv"] for start, proof in proofs.items()} == {
+        start: ["/etc/serve/inside.sh", "--round-ms", round_ms, "--kv-type", dtype]
+        for start, round_ms, dtype in asked
+    }
+    for start, _, dtype in asked:
+        assert f"K ({dtype})" in (ended.folder / "ledger" / f"{start}.log").read_text()
+    contained.assert_serving_and_nothing_left()
+
+
+def test_a_refusal_before_there_is_a_container_is_told_in_its_own_words(
+    contained: PodmanUnit,
+) -> None:
+    # Whoever asks podman alone hears nothing: no container was ever made.
+    ended = contained.run(window=contained.write_window("none", env='KV_TYPE = "none"'))
+    assert ended.returncode == 12, ended.output
+    reason = next(s["reason"] for s in ended.summary["starts"] if s["name"] == "X")
+    assert reason.endswith("its last line: serve: KV_TYPE=none is none of f16, q8_0")
+    restored(ended.summary)
+    contained.assert_serving_and_nothing_left()

@@ -870,6 +870,18 @@ def test_a_containers_command_line_is_the_servers(unit: Host) -> None:
     target.start_production()
 
 
+def test_the_last_words_of_a_start_without_a_container_are_not_an_earlier_ones(
+    unit: Host,
+) -> None:
+    unit.host.write("/fake/podman", PODMAN)
+    target = unit.target(runtime="podman", container="served")
+    (unit.folder / "rollback.json").write_text(dump_json({"configuration": target.capture()}))
+    target.stop_production()
+    # The container of an earlier start is there still, and podman tells what it printed.
+    with pytest.raises(StartFailed, match="its last line: no such dtype: broken"):
+        target.start_arm("X", dataclasses.replace(SMALL, env={"KV": "broken"}))
+
+
 def test_values_of_the_environment_stand_in_no_record(unit: Host) -> None:
     target = unit.captured()
     target.start_arm("X", SMALL)
