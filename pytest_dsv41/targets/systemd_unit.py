@@ -45,7 +45,7 @@ from ..hosts.local import boottime
 from ..hosts.quiet import spark_quiet
 from ..hosts.sudo import SudoHost
 from ..measure import Endpoint
-from ..text import one_line
+from ..text import counted, one_line
 from ..unit.drift import drift, load_checkout, unregistered
 from ..unit.envfile import check_changes, variant
 from ..unit.knob_gate import judge_knobs
@@ -519,7 +519,7 @@ class SystemdUnitTarget:
         payloads = self._payloads()
         kept = captured["env_file"]
         return [
-            f"{kept['path']}: {len(base64.b64decode(kept['base64']))} bytes, "
+            f"{kept['path']}: {counted(len(base64.b64decode(kept['base64'])), 'byte')}, "
             f"sha256 {kept['sha256'][:12]}",
             *(
                 f"{path}: there{', sha256 as listed' if sha else ''}"
@@ -1092,7 +1092,7 @@ class SystemdUnitTarget:
             if seen.active == "failed" or ended or (strict and seen.restarts):
                 # Between two tries of a loop systemd has no result to tell.
                 told = [seen.result] if seen.result != "success" else []
-                told += [f"started again {seen.restarts} times"] if seen.restarts else []
+                told += [counted(seen.restarts, "restart")] if seen.restarts else []
                 raise StartFailed(
                     f"{name}: {self._table.unit} failed ({', '.join(told) or 'it ended'}); "
                     f"{self._last_words(before, seen, began)}"

@@ -75,7 +75,7 @@ class _Restarts(_Check):
 
     def look(self, at: _Place) -> tuple[bool, str]:
         count = at.facts.loaded.restarts
-        return count <= self.at_most, f"{count} automatic restarts since it was started"
+        return count <= self.at_most, f"{counted(count, 'automatic restart')} since it was started"
 
 
 class _Health(_Check):
@@ -165,8 +165,8 @@ class _Environment(_Check):
     def look(self, at: _Place) -> tuple[bool, str]:
         has = at.process.environment
         wrong = [
-            f"{name} is {masked_value(name, has[name]) if name in has else 'not set'}, "
-            f"not {masked_value(name, wanted)}"
+            f"{name} is {masked_value(name, has[name]) if name in has else 'not set'}; "
+            f"asked for: {masked_value(name, wanted)}"
             for name, wanted in self.values.items()
             if has.get(name) != wanted
         ]
@@ -237,7 +237,7 @@ class _File(_Check):
         if data is None:
             return False, "not on the host"
         digest = hashlib.sha256(data).hexdigest()
-        return digest == self.sha256, f"sha256 {digest}, {len(data)} bytes"
+        return digest == self.sha256, f"sha256 {digest}, {counted(len(data), 'byte')}"
 
 
 class _Ledger(_Check):
@@ -338,7 +338,7 @@ class _Http(_Check):
         status, body = at.get(self.url, self.deadline_s)
         there = self.contains.encode() in body
         holds = status == self.status and there
-        told = f"status {status}, {len(body)} bytes"
+        told = f"status {status}, {counted(len(body), 'byte')}"
         return holds, told if there else f"{told}, without {one_line(self.contains, 80)!r}"
 
 

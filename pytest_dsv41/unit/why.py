@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from pytest_dsv41.errors import CommandFailed
 from pytest_dsv41.hosts import Host
-from pytest_dsv41.text import one_line
+from pytest_dsv41.text import counted, one_line
 from pytest_dsv41.unit.masking import masked_argv
 from pytest_dsv41.unit.systemd import ExecCommand, Loaded, read_unit
 
@@ -225,9 +225,9 @@ def explain(loaded: Loaded, journal: Sequence[JournalLine], *, now_us: int) -> W
     if loaded.active_state in ("active", "reloading"):
         lived = (now_us - loaded.main_started_us) / 1e6
         if restarts < 2 or lived >= _SETTLED_S:
-            more = f"; restarted {restarts} times before" if restarts else ""
+            more = f"; {counted(restarts, 'automatic restart')} before" if restarts else ""
             return Why("RUNNING", False, restarts, state + more, ())
-        said = f"{state} for {lived:.0f} s, restarted {restarts} times before"
+        said = f"{state} for {lived:.0f} s, {counted(restarts, 'automatic restart')} before"
         return _fault(loaded, journal, ending, True, said)
     limit = loaded.active_state == "failed" and _over_the_limit(loaded, journal)
     looping = limit or loaded.sub_state.startswith("auto-restart") or restarts >= 2

@@ -222,7 +222,7 @@ def test_what_runs_and_what_was_stopped(units: Units, start: Callable[..., str])
         time.sleep(0.02)
     told = why(units.host, name)
     assert (told.cause, told.restarts) == ("RUNNING", 1)
-    assert "restarted 1 times before" in told.said
+    assert "1 automatic restart before" in told.said
 
 
 def test_the_command_quotes_escaped_lines(

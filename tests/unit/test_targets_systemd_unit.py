@@ -370,7 +370,7 @@ def test_killed_between_its_two_files(unit: Host) -> None:
 
 def test_a_start_that_systemd_repeats_has_failed_and_its_loop_is_stopped(unit: Host) -> None:
     target = unit.captured()
-    with pytest.raises(StartFailed, match=r"started again 3 times.*no such dtype: broken"):
+    with pytest.raises(StartFailed, match=r"3 restarts.*no such dtype: broken"):
         target.start_arm("X", dataclasses.replace(SMALL, env={"KV": "broken"}))
     assert unit.systemd()["active"] == "inactive"
     assert unit.systemd()["restarts"] == 0
