@@ -25,6 +25,8 @@ HELP = (
     "what is written at depth. Exit code: 0 PASS, 2 not, 1 nothing could be measured."
 )
 
+_BYTES_MOST = 64 << 20
+_SLOTS_MOST = 1024
 _WHAT = ("shape", "prefill", "capacity", "ladder", "depth-audit")
 
 
@@ -143,8 +145,8 @@ def run(args: argparse.Namespace) -> int:
     from ..measure.probes.laws import MIN_RATE_TOKENS
     from .measure import shown, stop_on_signals
 
-    if args.slots is not None and args.slots < 1:
-        raise UsageError(f"--slots {args.slots}: at least 1")
+    if args.slots is not None and not 1 <= args.slots <= _SLOTS_MOST:
+        raise UsageError(f"--slots {args.slots}: valid: 1 to {_SLOTS_MOST:,}")
     if args.what == "ladder" and args.tokens < MIN_RATE_TOKENS:
         raise UsageError(f"--tokens {args.tokens}: a rate needs {MIN_RATE_TOKENS}")
     if args.tokens < 1:
@@ -209,8 +211,10 @@ def _own_text(path: Path | None) -> str:
 
     if path is None:
         return ""
+    from ..window.source import read_input
+
     try:
-        return path.read_bytes().decode()
+        return read_input(path, _BYTES_MOST).decode("utf-8-sig")
     except UnicodeError as error:
         raise UsageError(f"{path}: not UTF-8: {error}") from None
 
@@ -220,8 +224,9 @@ def _of_ledger(path: Path | None, engine: str) -> tuple[Served, ...]:
     if path is None:
         return ()
     from ..unit.memory import ledger_shape, parse_ledger
+    from ..window.source import read_input
 
-    ledger = parse_ledger(path.read_bytes().decode("utf-8", "replace"), engine)
+    ledger = parse_ledger(read_input(path, _BYTES_MOST).decode("utf-8", "replace"), engine)
     return (ledger_shape(ledger, str(path)),)
 
 

@@ -13,6 +13,7 @@ from pytest_dsv41.engines.base import (
     check_url,
     detect_engine,
     engine_names,
+    fetch,
     get_engine,
     unix_path,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "check_url",
     "detect_engine",
     "engine_names",
+    "fetch",
     "get_engine",
     "unix_path",
 ]

@@ -46,6 +46,7 @@ __all__ = [
     "check_url",
     "detect_engine",
     "engine_names",
+    "fetch",
     "get_engine",
     "refuse_drafts",
     "unix_path",
@@ -223,7 +224,7 @@ class Engine(ABC):
         """Ask `/health`: `up`, `down` (nobody listens, or it is loading or dead), `unknown`."""
         try:
             with self._client(client, url, timeout) as http:
-                answer = _fetch(http, f"{base_url(url)}/health", timeout)
+                answer = fetch(http, f"{base_url(url)}/health", timeout)
         except httpx.TimeoutException:
             return Health("unknown", f"no answer within {timeout:g} s")
         except httpx.ConnectError as error:
@@ -278,7 +279,7 @@ class Engine(ABC):
     ) -> httpx.Response:
         try:
             with self._client(client, url, timeout) as http:
-                return _fetch(http, f"{base_url(url)}{path}", timeout)
+                return fetch(http, f"{base_url(url)}{path}", timeout)
         except httpx.HTTPError as error:
             why = error_line(error, 120)
             raise MeasurementRefused(kind, f"{url}{path} did not answer: {why}") from None
@@ -359,7 +360,7 @@ class Engine(ABC):
         where = f"{base_url(url)}/tokenize"
         try:
             with self._client(client, url, timeout) as http:
-                answer = _fetch(http, where, timeout, body=body)
+                answer = fetch(http, where, timeout, body=body)
         except httpx.HTTPError as error:
             why = error_line(error, 100)
             raise MeasurementRefused("tokenize", f"{where}: {why}") from None
@@ -517,7 +518,7 @@ class Engine(ABC):
         where = f"{base_url(url)}{path}"
         try:
             with self._client(client, url, timeout) as http:
-                answer = _fetch(http, where, timeout, body=body)
+                answer = fetch(http, where, timeout, body=body)
         except httpx.HTTPError as error:
             why = error_line(error, 120)
             raise MeasurementFailed("connection", f"{where} did not answer: {why}") from None
@@ -615,8 +616,10 @@ class Engine(ABC):
         return str(data.get("prompt", data.get("content", "")))
 
 
-def _fetch(http: httpx.Client, url: str, timeout: float, *, body: object = None) -> httpx.Response:
-    """GET `url`, or POST `body` to it, whole within `timeout` seconds and `_BODY_MAX` bytes.
+def fetch(
+    http: httpx.Client, url: str, timeout: float, *, body: object = None, most: int = _BODY_MAX
+) -> httpx.Response:
+    """GET `url`, or POST `body` to it, whole within `timeout` seconds and `most` bytes.
 
     httpx's own timeout is one of a single read: a server that sends a byte now and then, in its
     headers or in an endless body, would hold whoever waits for ever.
@@ -654,7 +657,7 @@ def _fetch(http: httpx.Client, url: str, timeout: float, *, body: object = None)
             _refuse_coding(answer)
             for chunk in answer.iter_bytes():
                 kept += chunk
-                if late.is_set() or len(kept) > _BODY_MAX:
+                if late.is_set() or len(kept) > most:
                     break
                 if time.monotonic_ns() > until:
                     late.set()
@@ -668,8 +671,8 @@ def _fetch(http: httpx.Client, url: str, timeout: float, *, body: object = None)
             timer.cancel()
     if late.is_set():
         raise httpx.ReadTimeout(f"not whole within {timeout:g} s")
-    if len(kept) > _BODY_MAX:
-        raise httpx.ReadError(f"longer than {_BODY_MAX} bytes")
+    if len(kept) > most:
+        raise httpx.ReadError(f"longer than {most} bytes")
     return httpx.Response(
         answer.status_code, headers=headers, content=bytes(kept), request=answer.request
     )

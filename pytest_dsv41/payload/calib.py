@@ -12,19 +12,18 @@ What a server has seen is gone with its process: a resumed push goes on only wit
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import json
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 
+from pytest_dsv41.durable import parse_json
 from pytest_dsv41.engines import Engine, base_url, get_engine, unix_path
 from pytest_dsv41.engines.base import read_usage
 from pytest_dsv41.errors import (
@@ -35,6 +34,7 @@ from pytest_dsv41.errors import (
     UsageError,
     WindowStopped,
 )
+from pytest_dsv41.payload.hashing import hash_file, identity
 from pytest_dsv41.payload.step import Step, Untrusted
 from pytest_dsv41.text import one_line
 
@@ -42,6 +42,8 @@ __all__ = ["KIND", "Corpus", "Pushed", "push", "read_corpus"]
 
 KIND: Final = "calib push"
 _LINE_MAX: Final = 64 << 20
+_ANSWER_MOST: Final = 16 << 20
+_IN_FLIGHT_MOST: Final = 1024
 _LOOK_S: Final = 0.5
 # A connection a request: one that a server closes for being idle is not the end of the server.
 _ALONE: Final = httpx.Limits(max_keepalive_connections=0)
@@ -59,6 +61,8 @@ class Corpus:
     bytes: int
     sources: dict[str, int]
     """Prompts by source."""
+    identity: Sequence[int]
+    """What changes with the file's content (`hashing.identity`)."""
 
     def lines(self) -> Iterator[tuple[int, str, str]]:
         """Line number, prompt and source, in order."""
@@ -109,17 +113,20 @@ def read_corpus(path: Path) -> Corpus:
     sources: dict[str, int] = defaultdict(int)
     size = 0
     try:
+        before = identity(path)
         with path.open("rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
                 size += len(chunk)
+    except UsageError as error:
+        raise SpecError(str(error)) from None
     except OSError as error:
         raise SpecError(f"{path}: {error.strerror}") from None
     for _, row in _rows(path):
         sources[str(row["source"])] += 1
     if not sources:
         raise SpecError(f"{path}: holds no prompt")
-    return Corpus(path, sum(sources.values()), digest.hexdigest(), size, dict(sources))
+    return Corpus(path, sum(sources.values()), digest.hexdigest(), size, dict(sources), before)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -131,8 +138,8 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if len(line) > _LINE_MAX:
                 raise SpecError(f"{where}: longer than {_LINE_MAX} bytes")
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                row = parse_json(line, once=True)
+            except ValueError as error:
                 what = one_line(str(error), 100) if line.strip() else "an empty line"
                 raise SpecError(f"{where}: not JSON: {what}") from None
             if not isinstance(row, dict):
@@ -152,10 +159,13 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                         f"{where}: unknown key {one_line(repr(key), 60)}; "
                         f"valid: {', '.join(_FIELDS)}"
                     )
-            try:
-                row["prompt"].encode()
-            except UnicodeEncodeError:
-                raise SpecError(f"{where}: prompt: half a character (a lone surrogate)") from None
+            for key in ("prompt", "source"):
+                try:
+                    row[key].encode()
+                except UnicodeEncodeError:
+                    raise SpecError(
+                        f"{where}: {key}: half a character (a lone surrogate)"
+                    ) from None
             yield number, row
 
 
@@ -198,22 +208,24 @@ def push(
     Raises:
         UsageError: the earlier push was another one.
         RefusedByWorld: an earlier push was done or begun, and neither `resume` nor `again` is set;
-            the server is another process than that of the earlier push, or this cannot be seen.
+            the server is another process than that of the earlier push, or this cannot be seen;
+            the earlier push's journal is damaged; the corpus was changed while it was pushed.
         MeasurementFailed: kinds `closed` (before the threshold), `status`, `timeout`, `corpus` (its
             end came before the threshold).
         MeasurementRefused: the server's answers cannot be used.
         WindowStopped: `stop` was set.
     """
-    if until_tokens < 1 or in_flight < 1 or timeout_s <= 0:
-        raise UsageError("--until-tokens, --in-flight and --timeout: at least 1")
+    if until_tokens < 1 or timeout_s <= 0:
+        raise UsageError("--until-tokens and --timeout: at least 1")
+    if not 1 <= in_flight <= _IN_FLIGHT_MOST:
+        raise UsageError(f"--in-flight {in_flight}: valid: 1 to {_IN_FLIGHT_MOST:,}")
     dialect = get_engine(engine)
     if not again and not resume:
         _untouched(step)
     if resume:
-        with contextlib.suppress(Untrusted):
-            body = step.trusted([corpus.path])
-            if body["url"] == url and body["tokens"] + body["in_flight_tokens"] >= until_tokens:
-                return Pushed(body["tokens"], body["prompts"], "before", body["sources"])
+        done = _done_before(step, corpus, url, until_tokens)
+        if done is not None:
+            return done
     asked: dict[str, Any] = {
         "corpus_sha256": corpus.sha256,
         "until_tokens": until_tokens,
@@ -234,6 +246,11 @@ def push(
                 _same_process(url, earlier, server, same_server=same_server)
             step.begin({**asked, "server": server, "resume": resume}, keep_journal=resume)
             ended = asyncio.run(run.all(in_flight, stop))
+    if identity(corpus.path) != corpus.identity and hash_file(corpus.path) != corpus.sha256:
+        raise RefusedByWorld(
+            f"{corpus.path}: was changed while it was pushed: the server may have seen either; "
+            "there is no receipt"
+        )
     sources = run.sources()
     tokens = sum(row["tokens"] for row in sources.values())
     prompts = sum(row["prompts"] for row in sources.values())
@@ -261,6 +278,30 @@ class _Earlier:
     done: dict[int, tuple[str, int]]
     lost: int
     server: dict[str, float]
+
+
+def _done_before(step: Step, corpus: Corpus, url: str, until_tokens: int) -> Pushed | None:
+    """What a whole receipt of the same push says; None without one."""
+    try:
+        body = step.trusted([corpus.path])
+        tokens, lost, prompts = (
+            _count(body.get(key)) for key in ("tokens", "in_flight_tokens", "prompts")
+        )
+        sources = {
+            str(source): {key: _count(row.get(key)) for key in ("prompts", "tokens")}
+            for source, row in dict(body.get("sources") or {}).items()
+        }
+    except (Untrusted, ValueError, TypeError, AttributeError):
+        return None
+    if body.get("url") != url or tokens + lost < until_tokens:
+        return None
+    return Pushed(tokens, prompts, "before", sources)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
 
 
 def _untouched(step: Step) -> None:
@@ -308,11 +349,19 @@ def _earlier(step: Step, asked: dict[str, Any]) -> _Earlier:
                         f"{one_line(str(row.get(key)), 80)!r}, now "
                         f"{one_line(str(value), 80)!r}; --again begins anew"
                     )
-            server = server or dict(row["server"])
-        elif row.get("event") == "prompt":
-            done[int(row["line"])] = str(row["source"]), int(row["tokens"])
-        elif row.get("event") == "closed":
-            lost = int(row["in_flight_tokens"])
+        try:
+            if row.get("event") == "begin":
+                server = server or dict(row.get("server") or {})
+            elif row.get("event") == "prompt":
+                tokens = _count(row.get("tokens"))
+                done[_count(row.get("line"))] = str(row.get("source")), tokens
+            elif row.get("event") == "closed":
+                lost = _count(row.get("in_flight_tokens"))
+        except (ValueError, TypeError) as error:
+            raise RefusedByWorld(
+                f"{step.journal}: a damaged line ({one_line(str(error), 60)}): what was pushed is "
+                "not known; --again begins anew"
+            ) from None
     return _Earlier(done, lost, server)
 
 
@@ -447,9 +496,22 @@ class _Run:
             "stream": False,
         }
         body = self._dialect.dress(body, cache="cold", salt=f"{os.getpid()}-{sent.line}")
+        where = f"{self._corpus.path}:{sent.line}"
+        raw = bytearray()
         try:
-            answer = await client.post(self._where, json=body)
-        except httpx.TimeoutException:
+            # The client's own timeout is one of a single read: bytes that come now and then would
+            # hold the push for ever.
+            async with (
+                asyncio.timeout(self._timeout),
+                client.stream("POST", self._where, json=body) as answer,
+            ):
+                async for part in answer.aiter_bytes():
+                    raw += part
+                    if len(raw) > _ANSWER_MOST:
+                        raise MeasurementRefused(
+                            "bad-answer", f"{where}: the answer has over {_ANSWER_MOST} bytes"
+                        )
+        except (httpx.TimeoutException, TimeoutError):
             raise MeasurementFailed(
                 "timeout", f"{self._corpus.path}:{sent.line}: no answer in {self._timeout:g} s"
             ) from None
@@ -457,24 +519,30 @@ class _Run:
             raise _Closed(one_line(str(error), 100), reached=False) from None
         except httpx.HTTPError as error:
             raise _Closed(one_line(str(error) or type(error).__name__, 100), reached=True) from None
-        where = f"{self._corpus.path}:{sent.line}"
         if answer.status_code >= 500:
             raise _Closed(f"it answered {answer.status_code}", reached=True)
         if answer.status_code != 200:
             raise MeasurementFailed(
                 "status",
                 f"{where}: {self._where} answered {answer.status_code}: "
-                f"{one_line(answer.text, 160)}",
+                f"{one_line(raw[:1000].decode('utf-8', 'replace'), 160)}",
             )
         try:
-            usage = read_usage(answer.json().get("usage"), where)
+            usage = read_usage(parse_json(bytes(raw)).get("usage"), where)
         except (ValueError, AttributeError):
             raise MeasurementRefused(
                 "bad-answer", f"{where}: the answer is no JSON object"
             ) from None
         if usage.prompt_tokens is None:
             raise MeasurementRefused("bad-answer", f"{where}: the answer does not count its tokens")
-        return usage.prompt_tokens - (usage.cached_tokens or 0)
+        computed = usage.prompt_tokens - (usage.cached_tokens or 0)
+        if computed < 0:
+            raise MeasurementRefused(
+                "bad-answer",
+                f"{where}: {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens came from "
+                "a cache",
+            )
+        return computed
 
     def _book(self, sent: _Sent, tokens: int) -> None:
         self._done[sent.line] = sent.source, tokens

@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import math
 import re
 import struct
 import time
@@ -25,7 +26,7 @@ from typing import Any, Final
 
 import httpx
 
-from pytest_dsv41.engines import Engine, base_url, get_engine, unix_path
+from pytest_dsv41.engines import Engine, base_url, fetch, get_engine, unix_path
 from pytest_dsv41.errors import MeasurementRefused, UsageError
 from pytest_dsv41.measure.probes.laws import VISION_TOKENS, check_vision
 from pytest_dsv41.text import error_line, one_line
@@ -138,17 +139,9 @@ class _Server:
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         """Answer with status and body, whole by the deadline and of bounded length."""
-        raw = bytearray()
-        with self.client.stream(
-            "POST", f"{base_url(self.url)}{path}", json=body, timeout=self._left()
-        ) as answer:
-            for chunk in answer.iter_bytes():
-                raw += chunk
-                if len(raw) > _BODY_MAX:
-                    raise httpx.ReadError(f"longer than {_BODY_MAX} bytes")
-                if time.monotonic() > self._deadline:
-                    raise httpx.ReadTimeout("not whole in time")
-        return answer.status_code, bytes(raw)
+        where = f"{base_url(self.url)}{path}"
+        answer = fetch(self.client, where, self.left(), body=body, most=_BODY_MAX)
+        return answer.status_code, answer.content
 
     def slots(self) -> list[Any]:
         """What `/slots` says; empty where there is none."""
@@ -167,14 +160,16 @@ class _Server:
         return found if isinstance(found, dict) else {}
 
     def _get(self, path: str) -> Any:
-        with contextlib.suppress(httpx.HTTPError, ValueError):
-            answer = self.client.get(f"{base_url(self.url)}{path}", timeout=min(10, self._left()))
-            if answer.status_code == 200 and len(answer.content) <= _BODY_MAX:
+        where = f"{base_url(self.url)}{path}"
+        with contextlib.suppress(httpx.HTTPError, ValueError, RecursionError):
+            answer = fetch(self.client, where, self.left(10.0), most=_BODY_MAX)
+            if answer.status_code == 200:
                 return answer.json()
         return None
 
-    def _left(self) -> float:
-        return max(0.1, self._deadline - time.monotonic())
+    def left(self, most: float = math.inf) -> float:
+        """Seconds until the deadline of all probes, at most `most`, and never none."""
+        return min(most, max(0.1, self._deadline - time.monotonic()))
 
 
 def fleet_probe(
@@ -213,7 +208,7 @@ def fleet_probe(
         uds=unix_path(url), trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
     )
     with httpx.Client(transport=transport, trust_env=False) as client:
-        served = model or dialect.models(url, client=client)[0]
+        served = model or dialect.models(url, min(5.0, deadline_s), client)[0]
         server = _Server(url, dialect, served, client, deadline, vision_tokens)
         answers = []
         for name in probes or PROBES:
@@ -273,7 +268,7 @@ def _tools(server: _Server) -> Probe:
     seen = f"{one_line(str(name), 40)}({one_line(str(arguments), 120)}), finish {reply.finish}"
     try:
         expression = str(json.loads(str(arguments))["expr"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return Probe("tools", FAIL, f"{seen}: no JSON object with 'expr'")
     factors = sorted(re.findall(r"\d+", expression))
     good = name == "calculate" and factors == ["23", "47"] and re.search("[*×x·]", expression)
@@ -400,10 +395,10 @@ def solid_png(rgb: tuple[int, int, int], side: int) -> bytes:
 def _spec_counters(server: _Server) -> tuple[float, float] | None:
     """Draft tokens and accepted ones so far; None where the server does not count them."""
     try:
-        values = server.engine.scrape(server.url, client=server.client).values
+        looked = server.engine.scrape(server.url, timeout=server.left(5.0), client=server.client)
     except MeasurementRefused:
         return None
-    found = []
+    values, found = looked.values, []
     for ending in ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"):
         named = [value for name, value in values.items() if name.endswith(ending)]
         if not named:

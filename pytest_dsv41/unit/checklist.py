@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from pytest_dsv41.engines import check_url, detect_engine, get_engine
+from pytest_dsv41.engines import check_url, detect_engine, fetch, get_engine
 from pytest_dsv41.errors import CommandFailed, Dsv41Error, UsageError
 from pytest_dsv41.hosts import Host, Probe
 from pytest_dsv41.quality.fleet import PASS, PROBES, fleet_probe
@@ -38,7 +38,7 @@ from pytest_dsv41.window.source import Source, read_toml
 
 __all__ = ["CHECKS", "Answer", "Checklist", "load_checklist", "verify"]
 
-_BODY_MAX: Final = 1 << 20
+_BODY_MAX: Final = 16 << 20
 _CONTAINER: Final = r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$"
 _Words = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
@@ -548,17 +548,10 @@ class _Place:
         return self._engines[url]
 
     def get(self, url: str, deadline_s: float) -> tuple[int, bytes]:
-        """The status and the first bytes of an answer, asked from here and by no proxy."""
-        body = b""
-        with (
-            httpx.Client(trust_env=False, timeout=deadline_s) as client,
-            client.stream("GET", url) as answer,
-        ):
-            for part in answer.iter_bytes():
-                body += part
-                if len(body) > _BODY_MAX:
-                    break
-        return answer.status_code, body
+        """The status and the body of an answer, asked from here and by no proxy."""
+        with httpx.Client(trust_env=False) as client:
+            answer = fetch(client, url, deadline_s, most=_BODY_MAX)
+        return answer.status_code, answer.content
 
     def words(self, container: str) -> Sequence[str]:
         """The command line that runs: the main process's, or its container's by name."""

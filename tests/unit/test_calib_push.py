@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pytest_dsv41.cli import main
 from pytest_dsv41.errors import (
     MeasurementFailed,
     MeasurementRefused,
@@ -24,6 +26,7 @@ from pytest_dsv41.errors import (
 )
 from pytest_dsv41.payload.calib import KIND, Pushed, push, read_corpus
 from pytest_dsv41.payload.step import Step
+from pytest_dsv41.quality.sealed import write_sealed
 from tests.unit.calib_server import CalibServer, calib_server
 from tests.unit.payload_kills import Killer
 
@@ -139,6 +142,9 @@ def test_a_server_that_is_not_there_is_one_line(corpus: Path) -> None:
         ('{"prompt": "x", "source": "s", "score_from": true}', "score_from: True; valid: a whole"),
         ('{"prompt": "x", "source": "s", "prmpt": "y"}', "unknown key 'prmpt'"),
         ('{"prompt": "\\ud800", "source": "s"}', "half a character"),
+        ('{"prompt": "x", "source": "\\ud800"}', "source: half a character"),
+        ('{"prompt": "x", "prompt": "y", "source": "s"}', "the key 'prompt' stands there twice"),
+        ("[" * 100_000, "nested too deep"),
         ("\xff", "not JSON"),
     ],
 )
@@ -161,6 +167,80 @@ def test_an_empty_corpus_and_none_are_named(tmp_path: Path) -> None:
         read_corpus(tmp_path / "c")
     with pytest.raises(SpecError, match="No such file"):
         read_corpus(tmp_path / "d")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_a_corpus_that_is_no_file_holds_nothing_up(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "corpus"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(SpecError, match="no regular file"):
+        read_corpus(path)
+
+
+def test_a_corpus_that_changes_while_it_is_pushed_leaves_no_receipt(corpus: Path) -> None:
+    with calib_server() as server:
+
+        def change(_text: str, share: float) -> None:
+            if share >= 0.4:
+                corpus.write_text(corpus.read_text().replace("p19", "q19"))
+
+        with pytest.raises(RefusedByWorld, match="was changed while it was pushed"):
+            go(corpus, server, 100, progress=change)
+        assert not (corpus.parent / "run" / "receipt.json").exists()
+        # Written anew with the bytes it had, it is the same corpus.
+        assert go(corpus, server, 100, again=True, progress=lambda *_: corpus.touch()).prompts == 10
+
+
+def test_a_damaged_journal_is_no_count(corpus: Path) -> None:
+    damaged: list[dict[str, Any]] = [
+        {"event": "prompt"},
+        {"event": "prompt", "line": "1", "tokens": 10},
+        {"event": "prompt", "line": 1, "tokens": -10},
+        {"event": "prompt", "line": 1, "tokens": True},
+        {"event": "closed"},
+        {"event": "begin", "server": 7},
+    ]
+    with calib_server() as server:
+        _stopped_after(corpus, server, 4)
+        path = corpus.parent / "run" / "journal.jsonl"
+        whole = path.read_text().splitlines()
+        for row in damaged:
+            line = {**json.loads(whole[0]), **row} if row["event"] == "begin" else row
+            path.write_text("\n".join([*whole[1:], json.dumps(line), ""]))
+            with pytest.raises(RefusedByWorld, match=r"damaged line .*--again begins anew"):
+                go(corpus, server, 100, resume=True)
+        assert len(server.seen) == 4
+
+
+def test_a_receipt_that_counts_nothing_is_not_trusted(corpus: Path) -> None:
+    """Sealed anew, as a person's hand may have written it; the journal still counts."""
+    changes: list[dict[str, Any]] = [
+        {"tokens": None}, {"tokens": "9"}, {"sources": [1]}, {"sources": {"chat": 7}},
+    ]  # fmt: skip
+    with calib_server() as server:
+        go(corpus, server, 100)
+        path = corpus.parent / "run" / "receipt.json"
+        for change in changes:
+            body = {**json.loads(path.read_text()), **change}
+            del body["sha256"]
+            path.unlink()
+            write_sealed(path, body)
+            done = go(corpus, server, 100, resume=True)
+            assert (done.tokens, done.ended, len(server.seen)) == (100, "enough", 10)
+
+
+@pytest.mark.parametrize("in_flight", [0, -1, 1025, 10**9])
+def test_more_prompts_at_once_than_there_are_connections_are_refused(
+    corpus: Path, capsys: pytest.CaptureFixture[str], in_flight: int
+) -> None:
+    words = ["calib", "push", str(corpus), "http://127.0.0.1:1", "--engine", "radiance"]
+    assert main([*words, "--until-tokens", "9", f"--in-flight={in_flight}"]) == 4
+    assert f"--in-flight {in_flight}: valid: 1 to 1,024" in capsys.readouterr().err
 
 
 def _stopped_after(corpus: Path, server: CalibServer, prompts: int, **more: Any) -> None:
