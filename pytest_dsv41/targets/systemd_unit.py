@@ -642,27 +642,26 @@ class SystemdUnitTarget:
         if path != real != leads:
             # A link that somebody has turned: what it led to is as it was, and the link is theirs.
             return False
+        what = "was gone"
         try:
             now = self._env_file(keep_bytes=False)
         except CommandFailed:
-            # A link to nothing, or what is no file.
-            now = None
+            now, what = None, "was no file any more"
         if now is not None and all(now[key] == kept[key] for key in ("sha256", "mode", "owner")):
             return False
         data = None if now is None else self._root.read(path)
         changed = data is not None and _sha256(data) != kept["sha256"]
-        what = "was gone"
         if data is not None and changed:
             found = f"env-found-{_sha256(data)[:12]}"
             write_atomic(self._context.folder / found, data)
             what = f"was changed (what lay there is kept as {found})"
         if leads != real:
-            what = f"was made a link to {one_line(leads, 200)}, which is not touched"
+            what = f"was made a link to {one_line(leads, 200)} (which is not touched)"
         elif now is not None and not changed:
             what = f"had mode {now['mode']} and owner {now['owner']}"
         # Whoever else was killed between the bytes and their owner has told of the bytes.
         if not what.startswith("had") or not self._records("told"):
-            self._tell(f"{path} {what} during the window and not by it; it is as captured again")
+            self._tell(f"{path} {what}, by somebody during the window; the captured one goes back")
         try:
             self._install(real, base64.b64decode(kept["base64"]), kept["mode"], kept["owner"])
         except CommandFailed as error:

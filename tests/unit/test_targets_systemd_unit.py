@@ -709,14 +709,14 @@ def test_what_somebody_did_to_the_environment_file_is_told(unit: Host) -> None:
     assert told(unit) == []
     unit.run("chmod", "0", ENV_FILE)
     target.start_production()
-    assert told(unit).pop().startswith(f"{ENV_FILE} had mode 0 and owner 0:0 during the window")
+    assert told(unit).pop().startswith(f"{ENV_FILE} had mode 0 and owner 0:0, by somebody")
     unit.host.write(ENV_FILE, "KV=q4_0\n")
     target.start_production()
     found = hashlib.sha256(b"KV=q4_0\n").hexdigest()[:12]
-    assert f"was changed (what lay there is kept as env-found-{found}) during" in told(unit)[1]
+    assert f"was changed (what lay there is kept as env-found-{found}), by" in told(unit)[1]
     unit.host.remove(ENV_FILE)
     target.start_production()
-    assert told(unit)[2].startswith(f"{ENV_FILE} was gone during the window and not by it")
+    assert told(unit)[2].startswith(f"{ENV_FILE} was gone, by somebody during the window")
     target.start_production()
     assert len(told(unit)) == 3
     assert unit.serves_its_own_shape()
