@@ -19,9 +19,9 @@ from .arm_keys import arm_keys, left_keys
 
 if TYPE_CHECKING:
     from .plan import Plan
-    from .spec import Arm
+    from .spec import Arm, WindowSpec
 
-__all__ = ["GATE_REPEATS", "GateVerdict", "KlGate", "ThroughputGate", "judge_gates"]
+__all__ = ["GATE_REPEATS", "GateVerdict", "KlGate", "ThroughputGate", "judge_gates", "told_gates"]
 
 GATE_REPEATS: Final = 3
 """Least repeats of the candidate that a floor is held against."""
@@ -100,6 +100,22 @@ def judge_gates(
         elif gate.arm == arm:
             found.append(_kl(gate, [window.control, window.arm(arm)], served or {}))
     return found
+
+
+def told_gates(window: WindowSpec) -> list[str]:
+    """Say before a window begins what each gate asks, and what a KL gate answers already."""
+    lines = []
+    for gate in window.gates:
+        if isinstance(gate, ThroughputGate):
+            lines.append(
+                f"{gate.name}: {gate.metric} of {gate.cell}, at least {gate.floor:g} "
+                f"({one_line(gate.source, 200)})"
+            )
+            continue
+        found = _kl(gate, [window.control, window.arm(gate.arm)], {})
+        lines.append(f"{gate.name}: arm {gate.arm}: {found.verdict}, known already: {found.reason}")
+        lines += [f"note: {note}" for note in found.notes]
+    return lines
 
 
 def _throughput(

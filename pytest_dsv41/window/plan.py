@@ -21,6 +21,7 @@ from ..errors import UsageError
 from ..text import counted, one_line
 from .advice import MODERATED, WIDENED, check_advice
 from .deciding import check_deciding, in_pairs, is_seeded, profile_of
+from .gates import told_gates
 from .schedule import Start, layout
 from .source import choices, shown
 from .spec import PILOT_CELL, WindowSpec
@@ -635,6 +636,13 @@ def render_plan(plan: Plan, *, spreads: Spreads | None = None) -> str:
                 f"{claimed(claim.direction, claim.threshold)})",
                 "  ",
             )
+    if window.gates:
+        lines += ["", "gates, asked of the candidates alone:"]
+        for line in told_gates(window):
+            lines += _wrapped(line, "  ")
+    if window.noise:
+        noise = ", ".join(f"{metric} {100 * size:g} %" for metric, size in window.noise.items())
+        lines += ["", *_wrapped(f"cost table, by the registered noise of: {noise}", "")]
     registered = {MODERATED: window.advice.moderated, WIDENED: window.advice.widened_aa}
     if advice := [name for name, given in registered.items() if given]:
         lines += ["", f"advice: {', '.join(advice)}; it decides nothing"]

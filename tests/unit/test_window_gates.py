@@ -18,7 +18,7 @@ from pytest_dsv41.report.terminal import render_window
 from pytest_dsv41.window.arm_keys import arm_keys, differing
 from pytest_dsv41.window.cost import cost_tables
 from pytest_dsv41.window.gates import lower_bound
-from pytest_dsv41.window.plan import Plan, make_plan
+from pytest_dsv41.window.plan import Plan, make_plan, render_plan
 from pytest_dsv41.window.served import STARTS, read_served
 from pytest_dsv41.window.spec import Arm, load_spec
 from pytest_dsv41.window.summary import Restore, Summary, WindowInfo
@@ -150,6 +150,18 @@ def kl_plan(
         text = text.replace(f'role = "{role}"\n', f'role = "{role}"\n{arms}')
     (folder / "w.toml").write_text(text + gate.format(dtype=dtype))
     return make_plan(load_spec(folder / "w.toml"), CELLS, window_id="L-w-W-20261101T000000Z")
+
+
+def test_the_plan_says_what_gates_ask_and_what_a_score_answers_already(tmp_path: Path) -> None:
+    """A payload that was scored too badly costs no window: its word is known before."""
+    more = FLOOR.format(floor=240.8) + "[noise]\nttft_ms = 0.03\n"
+    made = kl_plan(tmp_path, 0.2, dtype="bf16", gate=KL + more)
+    shown = " ".join(render_plan(made).split())
+    assert "floor: client_tok_s of decode-b1, at least 240.8 (the former shape, 240 tok" in shown
+    assert "same: arm c1: LOSS, known already: mean KL 0.2 (<= 0.03); " in shown
+    assert "note: same: kv_dtype was bf16 where it was scored, arm c1 has fp8: the score" in shown
+    assert "cost table, by the registered noise of: ttft_ms 3 %" in shown
+    assert "gates" not in render_plan(plan(tmp_path, ""))
 
 
 def test_a_kl_score_is_judged_by_the_windows_limits(tmp_path: Path) -> None:
