@@ -292,9 +292,14 @@ def _capacity(run: _Run) -> _Answer:
     )
     lines = [
         f"stream {place}: {row['prompt']} of {row['sent']} tokens, asked {row['asked']}, answered "
-        f"{row['answer'] or 'nothing'} ({row['channel']}), {row['finish']}, {row['wall_s']:.1f} s"
+        f"{row['answer'] or 'nothing'} ({row['channel']}), {row['finish']}, {row['wall_s']:.1f} s, "
+        f"prefill {row['prefill_tok_s']:,.0f} tokens/s"
         for place, row in enumerate(found.rows)
     ]
+    lines.append(
+        f"together: {found.prompt_tokens:,} prompt tokens in {found.wall_s:.1f} s, "
+        f"{found.prefill_tok_s:,.0f} tokens/s"
+    )
     words = {True: "yes", False: "NO", None: "not seen"}
     lines += [f"{check.name}: {words[check.passed]}, {check.told}" for check in found.checks]
     lines.append(f"capacity-{streams}: {found.verdict}")

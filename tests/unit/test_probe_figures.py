@@ -163,6 +163,43 @@ def test_capacity_is_passed_when_everything_holds() -> None:
     assert judged(group(*pair())) == ("PASS", [])
 
 
+def test_the_documents_four_full_slots_by_hand() -> None:
+    """FRANK-ARCHON "Capacity probe": prompt, wall, and the prefill rate of each of four streams.
+
+    Together 787,842 tokens in 238.4 s, 3,305 tokens/s. The first to start began 0.1 s before B1.
+    """
+    table = (
+        (196_961, 238.3, 1_423),
+        (196_960, 98.0, 2_043),
+        (196_961, 201.1, 993),
+        (196_960, 149.9, 1_327),
+    )
+    streams = [
+        stream(
+            start_s=0.1 if member == 0 else 0.0,
+            # Its first token came when its own prompt was read at that rate.
+            first_s=(0.1 if member == 0 else 0.0) + prompt / rate,
+            last_s=(0.1 if member == 0 else 0.0) + wall,
+            tokens=8,
+            finish="stop",
+            prompt=prompt,
+            text=f" {marker(member)}",
+        )
+        for member, (prompt, wall, rate) in enumerate(table)
+    ]
+    prompts = [Fitted("p", prompt, marker(member)) for member, (prompt, _, _) in enumerate(table)]
+    shape = Served.of("start.log", slots=4, window=200_000)
+    found = judge_capacity(shape, prompts, group(*streams), REFUSED)
+    assert (found.verdict, found.streams) == ("PASS", 4)
+    assert [row["prefill_tok_s"] for row in found.rows] == pytest.approx(
+        [rate for _, _, rate in table], rel=1e-6
+    )
+    assert [row["wall_s"] for row in found.rows] == pytest.approx([wall for _, wall, _ in table])
+    assert found.prompt_tokens == 787_842
+    assert found.wall_s == pytest.approx(238.4)
+    assert round(found.prefill_tok_s) == 3_305
+
+
 @pytest.mark.parametrize(
     ("second", "name"),
     [

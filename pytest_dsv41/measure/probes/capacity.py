@@ -70,7 +70,7 @@ class Capacity:
     """The answer of a capacity probe.
 
     `rows` has one object a stream: asked, answered, prompt tokens, cached, finish, wall seconds,
-    prefill tokens/s. `height` is in tokens.
+    prefill tokens/s. `height` is in tokens, `wall_s` from the first request to the last end.
     """
 
     shape: Served
@@ -79,6 +79,17 @@ class Capacity:
     checks: tuple[Check, ...]
     rows: tuple[dict[str, Any], ...]
     refusal: Refusal
+    wall_s: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all streams together, as the server counted them."""
+        return sum(row["prompt"] or 0 for row in self.rows)
+
+    @property
+    def prefill_tok_s(self) -> float:
+        """All prompt tokens over the wall: what the streams' prefill comes to together."""
+        return self.prompt_tokens / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def verdict(self) -> str:
@@ -102,6 +113,9 @@ class Capacity:
             "height": self.height,
             "checks": [asdict(check) for check in self.checks],
             "rows": list(self.rows),
+            "prompt_tokens": self.prompt_tokens,
+            "wall_s": self.wall_s,
+            "prefill_tok_s": self.prefill_tok_s,
             "refusal": asdict(self.refusal),
         }
 
@@ -213,8 +227,11 @@ def judge_capacity(
             f"{refusal.tokens} tokens of a window of {refusal.window}: {refusal.said}",
         ),
     )  # fmt: skip
+    begun = min(stream.start_ns for stream in result.streams)
+    ended = max(stream.end_ns for stream in result.streams)
+    height = min(prompt.tokens for prompt in prompts)
     return Capacity(
-        shape, count, min(prompt.tokens for prompt in prompts), checks, tuple(rows), refusal
+        shape, count, height, checks, tuple(rows), refusal, wall_s=(ended - begun) / 1e9
     )
 
 
