@@ -94,7 +94,9 @@ def _derive(args: argparse.Namespace) -> int:
             f"{float(p.routing_share):>8.3%}  {p.why}"
         )
     added = sum(not p.by_law for p in found.protected)
-    print(f"{len(found.protected)} protected experts, {added} of them to make a half even")
+    print(
+        f"{counted(len(found.protected), 'protected expert')}, {added} of them to make a half even"
+    )
     return 0
 
 
@@ -103,7 +105,8 @@ def _splice(args: argparse.Namespace) -> int:
 
     done = splice(args.recipe, read_names(args.names), replace=args.replace)
     print(
-        f"{args.recipe}: {done.names} protected experts between its markers, {done.before} before"
+        f"{args.recipe}: {counted(done.names, 'protected expert')} between its markers, "
+        f"{done.before} before"
     )
     print(f"sha256 {done.sha256}")
     return 0
