@@ -32,9 +32,9 @@ from pytest_dsv41.targets import (
     local,
     local_target,
     spark_pair,
-    systemd_unit,
     tables,
 )
+from pytest_dsv41.targets.systemd_unit import table as unit_table
 from pytest_dsv41.window.verdict import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
@@ -173,9 +173,9 @@ def test_every_key_of_the_targets() -> None:
     text = section("## Target `systemd-unit`")
     found = [set(names(part, "key")) for part in text.split("Keys of ")]
     assert found == [
-        set(systemd_unit._Table.model_fields),
-        set(systemd_unit._Knobs.model_fields),
-        set(systemd_unit._Host.model_fields),
+        set(unit_table.UnitTable.model_fields),
+        set(unit_table.Knobs.model_fields),
+        set(unit_table.UnitHost.model_fields),
     ]
 
 

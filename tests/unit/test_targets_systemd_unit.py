@@ -27,8 +27,8 @@ from pytest_dsv41.errors import (
 )
 from pytest_dsv41.hosts import CommandLog, Probe
 from pytest_dsv41.hosts.fake import CallerKilled, FakeHost, FakeWorld
-from pytest_dsv41.targets import Arm, Target, TargetContext, systemd_unit, systemd_unit_target
-from pytest_dsv41.targets.systemd_unit import SystemdUnitTarget
+from pytest_dsv41.targets import Arm, Target, TargetContext, systemd_unit_target
+from pytest_dsv41.targets.systemd_unit import SystemdUnitTarget, preflight
 from pytest_dsv41.unit.drift import Finding
 from pytest_dsv41.unit.live import BOOT_LOG
 
@@ -153,7 +153,7 @@ class Host:
 def unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setitem(ENGINES, "llamacpp", Serves())
     # No D-Bus is simulated; drift has tests of its own, and the real hosts have both together.
-    monkeypatch.setattr(systemd_unit, "drift", lambda *_words, **_named: found)
+    monkeypatch.setattr(preflight, "drift", lambda *_words, **_named: found)
     found.clear()
     return Host(tmp_path)
 
@@ -819,7 +819,7 @@ def test_a_kill_at_any_act_leaves_what_another_process_brings_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     monkeypatch.setitem(ENGINES, "llamacpp", Serves())
-    monkeypatch.setattr(systemd_unit, "drift", lambda *_words, **_named: [])
+    monkeypatch.setattr(preflight, "drift", lambda *_words, **_named: [])
     # What is killed undoes nothing.
     monkeypatch.setattr(SystemdUnitTarget, "_undo", lambda _self, _name: None)
 
