@@ -179,9 +179,10 @@ def test_a_top_k_report_passes_only_where_its_kl_can_be_trusted(tmp_path: Path) 
         path.write_text(json.dumps({**said, "topk": {"trusted_share": share}}))
         assert judge(path, Limits(), {}).verdict == verdict
     assert judge(path, Limits(trusted_share_min=0.4), {}).verdict == "PASS"
-    path.write_text(json.dumps({**said, "topk": {}}))
-    with pytest.raises(MeasurementRefused, match=r"topk\.trusted_share: is no number"):
-        judge(path, Limits(), {})
+    for topk in ({}, {"trusted_share": True}, *({"trusted_share": v} for v in (1.01, -0.1, "1"))):
+        path.write_text(json.dumps({**said, "topk": topk}))
+        with pytest.raises(MeasurementRefused, match=r"topk\.trusted_share: is no share"):
+            judge(path, Limits(), {})
 
 
 def test_the_commands_and_their_exit_codes(

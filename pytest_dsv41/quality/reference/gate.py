@@ -88,8 +88,8 @@ def judge(path: Path, limits: Limits, shape: Mapping[str, Any]) -> Receipt:
     ]
     if topk is not None:
         share = topk.get("trusted_share") if isinstance(topk, dict) else None
-        if not isinstance(share, (int, float)):
-            raise MeasurementRefused("report", f"{path}: topk.trusted_share: is no number")
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise MeasurementRefused("report", f"{path}: topk.trusted_share: is no share, 0 to 1")
         checks.append(_check("trusted share", share, ">=", limits.trusted_share_min))
     failed = any(check.passed is False for check in checks)
     return Receipt(
