@@ -36,7 +36,7 @@ PILOT_SCHEMA: Final = "dsv41-aa-pilot-v1"
 ACCUMULATED_SCHEMA: Final = "dsv41-aa-pilots-v1"
 
 _LEAST_PAIRS: Final = 3
-_SHARED: Final = ("engine", "model", "commit", "clock_cap_mhz")
+_SHARED: Final = ("engine", "version", "model", "commit", "clock_cap_mhz")
 """Parts of a definition that a start may not know (null); known ones must agree."""
 
 

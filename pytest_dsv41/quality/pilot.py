@@ -164,7 +164,9 @@ def _run_start(
     until = time.monotonic() + deadline_s
     salt = salt or f"aa-pilot-{secrets.token_hex(8)}"
     definitions = {cell.name: cell_definition(cell) for cell in plan.cells}
-    model = endpoint.model or get_engine(endpoint.engine).models(endpoint.url)[0]
+    engine = get_engine(endpoint.engine)
+    model = endpoint.model or engine.models(endpoint.url)[0]
+    version = engine.version(endpoint.url) or None
     began = _server_began(endpoint)
 
     def run(cell: SeededCell, number: int, count: int) -> dict[str, Any]:
@@ -231,6 +233,7 @@ def _run_start(
         "server_began": began,
         "definition": {
             "engine": endpoint.engine,
+            "version": version,
             "model": model,
             "commit": commit,
             "clock_cap_mhz": clock_cap_mhz,

@@ -69,6 +69,7 @@ def start(name: str, *, b1: list[float], b2: list[float] | None = None) -> dict[
         "salt": f"salt-{name}",
         "definition": {
             "engine": "vllm",
+            "version": "1",
             "model": "m",
             "commit": "c" * 40,
             "clock_cap_mhz": 2150,
@@ -192,6 +193,7 @@ def test_a_metric_needs_three_pairs_and_values_above_zero() -> None:
 def test_starts_of_two_definitions_are_refused_with_the_key() -> None:
     for path, value, told in (
         (("commit",), "d" * 40, "commit is"),
+        (("version",), "2", "version is 1 and 2"),
         (("clock_cap_mhz",), 2300, "clock_cap_mhz is 2150 and 2300"),
         (("cells", B1, "cell", "max_tokens"), 512, "cell.max_tokens is 256 and 512"),
         (("cells", B1, "prompt_sha256"), "cd" * 32, "prompt_sha256 is"),

@@ -99,6 +99,7 @@ def test_the_whole_pilot_runs_and_its_record_passes(
     assert "note: both starts were measured on one and the same server process" in told
     pilot = json.loads(out.read_text())
     assert pilot["definition"]["commit"] == "c" * 40
+    assert pilot["definition"]["version"] == "0.33.0"
     for cell in pilot["cells"].values():
         # The stub draws by seed and text alone: the streams are identical at every batch.
         assert (cell["pairs"], cell["outputs_identical"], cell["rounds_identical"]) == (6, 6, 6)
