@@ -158,7 +158,14 @@ def _run(args: argparse.Namespace) -> int:
         control = load_greedy(args.against)
         names = [row.name for row in control.rows]
         max_tokens, top_n = control.max_tokens, control.top_n
-    prompts = [GreedyPrompt(name, find_prompt(name).text) for name in names]
+    found = [find_prompt(name) for name in names]
+    for prompt, row in zip(found, control.rows if control is not None else (), strict=False):
+        if prompt.sha256 != row.prompt_sha256:
+            raise UsageError(
+                f"{args.against}: its prompt {one_line(row.name, 60)} hashes to "
+                f"{one_line(row.prompt_sha256[:12])}…, the corpus's to {prompt.sha256[:12]}…"
+            )
+    prompts = [GreedyPrompt(prompt.name, prompt.text) for prompt in found]
     endpoint = Endpoint(args.url, args.engine, args.model)
     with stop_on_signals() as stop:
         record = run_greedy(

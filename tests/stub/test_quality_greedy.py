@@ -340,3 +340,15 @@ def test_wrong_use_is_one_line_and_code_4(
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_a_control_that_answered_another_text_is_told_before_anything_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control = record((1, 1))
+    rows = (replace(control.rows[0], name="short"),)
+    save_greedy(tmp_path / "control.json", replace(control, rows=rows))
+    words = ["--against", str(tmp_path / "control.json"), "--out", str(tmp_path / "out.json")]
+    # Nobody listens there.
+    assert main(["greedy", "run", "http://127.0.0.1:9", *words]) == 4
+    assert "control.json: its prompt short hashes to 000000000000…" in capsys.readouterr().err
