@@ -8,14 +8,11 @@ with 0 and has written too little is found by the check of its size.
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import hashlib
-import io
 import os
 import re
 import shlex
-import signal
 import subprocess
 import threading
 import time
@@ -27,19 +24,18 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from pytest_dsv41.errors import Dsv41Error, RefusedByWorld, SpecError, UsageError, WindowStopped
+from pytest_dsv41.hosts.ended import KEPT, answer, end_group
 from pytest_dsv41.payload.hashing import hash_file, identity
 from pytest_dsv41.payload.runner import copy_scripts
 from pytest_dsv41.payload.step import Step, Untrusted
 from pytest_dsv41.text import counted, one_line
-from pytest_dsv41.window.source import MAX_BYTES, KeyPath, Source, read_input, read_toml
+from pytest_dsv41.window.source import MAX_BYTES, Source, read_input, read_toml, refuse_nulls
 
 __all__ = ["KIND", "Found", "Gate", "Outcome", "load_gate", "run_gate"]
 
 KIND: Final = "gate run"
 _MIB: Final = 1 << 20
-_GRACE_S: Final = 10.0
 _POLL_S: Final = 0.2
-_TOLD: Final = 200_000  # characters of a command's output that a check looks at, from its end
 _Argv = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
@@ -127,7 +123,13 @@ class _Output(_Strict):
         if self.command is None:
             said, ending = at.output(), ""
         else:
-            code, said = _answer(self.command, at, self.deadline_s)
+            code, said = answer(
+                self.command,
+                cwd=at.base,
+                env=at.environment,
+                deadline_s=self.deadline_s,
+                look=lambda: _obey(at.stop, "the check's command was ended"),
+            )
             ending = f", which ended with {code}" if code else ""
         there = self.text in said
         last = one_line(said.strip().rpartition("\n")[2], 120)
@@ -229,7 +231,7 @@ class _Place:
     def glob(self, pattern: str) -> list[str]:
         return sorted(glob.glob(pattern, root_dir=self.base, include_hidden=True))  # noqa: PTH207
 
-    def output(self, most: int = _TOLD) -> str:
+    def output(self, most: int = KEPT) -> str:
         """The last `most` bytes of what the step's command wrote."""
         try:
             with self.log.open("rb") as file:
@@ -278,7 +280,7 @@ def load_gate(path: Path) -> Gate:
     # Hashed before it is read: a change in between is found when the step is run.
     digest = hashlib.sha256(read_input(path, MAX_BYTES)).hexdigest()
     values, source = read_toml(path, str(path))
-    _no_nulls(values, (), source)
+    refuse_nulls(values, source)
     sides: dict[str, list[_Check]] = {}
     for side in ("before", "after"):
         rows = values.pop(side, [])
@@ -307,19 +309,6 @@ def load_gate(path: Path) -> Gate:
                 (), f"two checks are called {one_line(name, 80)!r}; give them a name"
             )
     return Gate(path.absolute(), digest, table, tuple(sides["before"]), tuple(sides["after"]))
-
-
-def _no_nulls(value: Any, where: KeyPath, source: Source) -> None:
-    """Refuse what no path, word or variable can hold."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _no_nulls(key, (*where, key), source)
-            _no_nulls(inner, (*where, key), source)
-    elif isinstance(value, list):
-        for position, inner in enumerate(value):
-            _no_nulls(inner, (*where, position), source)
-    elif isinstance(value, str) and "\0" in value:
-        raise source.error(where, "holds a null character")
 
 
 def _check(row: Any, source: Source, side: str, number: int) -> _Check:
@@ -522,55 +511,6 @@ def _obey(stop: threading.Event | None, where: str) -> None:
         raise WindowStopped(f"stopped ({where})")
 
 
-def _answer(argv: Sequence[str], at: _Place, deadline_s: float) -> tuple[int, str]:
-    """Run a check's command; return its code and the end of what it says, however much that is.
-
-    It is ended, with all that it started, at its deadline and where the step is told to stop.
-    """
-    until = time.monotonic() + deadline_s
-    process = subprocess.Popen(
-        argv,
-        cwd=at.base,
-        env=at.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    said = bytearray()
-
-    def listen() -> None:
-        assert isinstance(process.stdout, io.BufferedReader)
-        while part := process.stdout.read1(1 << 16):
-            said.extend(part)
-            del said[:-_TOLD]
-
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    try:
-        # A child of it may still hold the other end: then it has not said everything.
-        while not _has_ended(process) or listener.is_alive():
-            _obey(at.stop, "the check's command was ended")
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired(argv, deadline_s)
-            listener.join(_POLL_S)
-            if not listener.is_alive() and not _has_ended(process):
-                time.sleep(_POLL_S)
-    except BaseException:
-        _end(process)
-        raise
-    finally:
-        listener.join(_POLL_S)
-        if not listener.is_alive() and process.stdout is not None:
-            process.stdout.close()
-    return process.wait(), said.decode("utf-8", "replace")
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has; it is not reaped, so that its number stays its own."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-
-
 def _command(
     argv: Sequence[str],
     place: _Place,
@@ -612,22 +552,8 @@ def _command(
                 f"the command runs: {one_line(place.output().strip().rpartition(chr(10))[2], 100)}"
             )
     except BaseException:
-        _end(process)
+        end_group(process)
         raise
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the command and every process of its session's group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    limit = time.monotonic() + _GRACE_S
-    # It is not reaped before the last signal, so that its number is nobody else's yet.
-    with contextlib.suppress(ChildProcessError):
-        while not _has_ended(process) and time.monotonic() < limit:
-            time.sleep(_POLL_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _silent(_text: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from typing import Annotated, Any, Final, Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from pytest_dsv41.address import parse_url
 from pytest_dsv41.engines import check_url, detect_engine, fetch, get_engine
 from pytest_dsv41.errors import CommandFailed, Dsv41Error, UsageError
 from pytest_dsv41.hosts import Host, Probe
+from pytest_dsv41.hosts.ended import answer
 from pytest_dsv41.quality.fleet import PASS, PROBES, fleet_probe
 from pytest_dsv41.quality.reference import read_receipt
 from pytest_dsv41.text import counted, error_line, one_line
@@ -34,7 +37,7 @@ from pytest_dsv41.unit.proof import ledger_faults
 from pytest_dsv41.unit.systemd import RunningProcess, UnitFacts, read_host_file, read_unit
 from pytest_dsv41.unit.unitfile import unit_name
 from pytest_dsv41.window.arm_keys import flag_keys, left_keys
-from pytest_dsv41.window.source import Source, read_toml
+from pytest_dsv41.window.source import Source, read_toml, refuse_nulls
 
 __all__ = ["CHECKS", "Answer", "Checklist", "load_checklist", "verify"]
 
@@ -332,7 +335,8 @@ class _Http(_Check):
     deadline_s: float = Field(default=10.0, gt=0, le=600)
 
     def title(self) -> str:
-        return self.url
+        # Without a user's name and password.
+        return re.sub("//[^/?#]*@", "//", self.url)
 
     def look(self, at: _Place) -> tuple[bool, str]:
         status, body = at.get(self.url, self.deadline_s)
@@ -449,6 +453,7 @@ def load_checklist(path: Path) -> Checklist:
         SpecError: file, line and key of what is wrong, and what is valid.
     """
     values, source = read_toml(path, str(path))
+    refuse_nulls(values, source)
     rows = values.pop("check", [])
     for key in values:
         if key not in ("url", "engine"):
@@ -470,9 +475,9 @@ def load_checklist(path: Path) -> Checklist:
         url = getattr(check, "url", None)
         if url == "" and not values.get("url"):
             raise source.error(("check", number), "needs a url, here or at the top of the file")
-        if url and not isinstance(check, _Http):
+        if url or isinstance(check, _Http):
             try:
-                check_url(url)
+                parse_url(str(url)) if isinstance(check, _Http) else check_url(str(url))
             except UsageError as error:
                 raise source.error(("check", number, "url"), str(error)) from None
     return Checklist(path, values.get("url", ""), values.get("engine", ""), checks)
@@ -598,16 +603,7 @@ class _Place:
                 argv, name="unit-check", deadline_s=deadline_s, check=False, private=True
             )
             return done.returncode, f"{done.stdout}\n{done.stderr}"
-        own = subprocess.run(
-            argv,
-            cwd=self.base,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=deadline_s,
-            check=False,
-        )
-        return own.returncode, own.stdout.decode("utf-8", "replace")
+        return answer(argv, cwd=self.base, deadline_s=deadline_s)
 
 
 def verify(

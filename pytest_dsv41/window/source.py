@@ -29,6 +29,7 @@ __all__ = [
     "dotted",
     "read_input",
     "read_toml",
+    "refuse_nulls",
     "shown",
 ]
 
@@ -158,6 +159,23 @@ def read_input(file: Path, limit: int, name: str = "") -> bytes:
     except (FileNotFoundError, ValueError) as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error
         raise SpecError(f"{one_line(name or str(file), 200)}: {reason}") from None
+
+
+def refuse_nulls(value: Any, source: Source, where: KeyPath = ()) -> None:
+    """Refuse a null character in any text: no path, word or variable can hold one.
+
+    Raises:
+        SpecError: file, line and key of the first.
+    """
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            refuse_nulls(key, source, (*where, key))
+            refuse_nulls(inner, source, (*where, key))
+    elif isinstance(value, list):
+        for position, inner in enumerate(value):
+            refuse_nulls(inner, source, (*where, position))
+    elif isinstance(value, str) and "\0" in value:
+        raise source.error(where, "holds a null character")
 
 
 def _invalid(label: str, text: str, message: str) -> SpecError:

@@ -21,7 +21,7 @@ import pytest
 import pytest_dsv41
 from pytest_dsv41.cli import main
 from pytest_dsv41.errors import RefusedByWorld, SpecError, UsageError, WindowStopped
-from pytest_dsv41.payload import gates
+from pytest_dsv41.hosts import ended
 from pytest_dsv41.payload.gates import KIND, Outcome, load_gate, run_gate
 from pytest_dsv41.payload.step import Step
 from tests.unit.payload_kills import Killer
@@ -235,7 +235,7 @@ def test_the_command_runs_from_copies_of_its_scripts(place: Path) -> None:
 def test_a_stop_ends_the_command_and_all_it_started(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gates, "_GRACE_S", 0.5)
+    monkeypatch.setattr(ended, "_GRACE_S", 0.5)
     (place / "convert.sh").write_text(
         "#!/bin/sh\ntrap '' TERM\nsleep 600 & echo $! > child\nwait\n"
     )
@@ -330,7 +330,7 @@ def test_a_checks_command_is_ended_with_all_it_started(
     place: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     """It ends at once, and leaves a child behind that holds its output."""
-    monkeypatch.setattr(gates, "_GRACE_S", 0.5)
+    monkeypatch.setattr(ended, "_GRACE_S", 0.5)
     asks = '["sh", "-c", "trap \'\' TERM; sleep 600 & echo $! > child"]'
     deadline = "deadline_s = 0.3\n" if ending == "deadline" else ""
     text = GATE.replace('["wc", "-c", "model.rad"]', asks) + deadline

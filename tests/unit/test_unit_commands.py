@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from pytest_dsv41.errors import SpecError
 from pytest_dsv41.unit.checklist import CHECKS, load_checklist
 from pytest_dsv41.unit.drift import KINDS
 from pytest_dsv41.unit.why import CAUSES
+from tests.unit.odd_server import ODD, odd_server
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,9 @@ def test_wrong_words(
         ('[[check]]\ncheck = "file"\npath = "/a"\nsha256 = "12"\n', r":4: check\[0\].sha256: "),
         ('[[check]]\ncheck = "fleet"\nurl = "http://h:1"\nprobes = ["x"]\n', r"valid: vision"),
         ('[[check]]\ncheck = "command"\nargv = []\n', r":3: check\[0\].argv: "),
+        ('[[check]]\ncheck = "command"\nargv = ["\\u0000"]\n', r"argv\[0\]: holds a null char"),
+        ('[[check]]\ncheck = "http"\nurl = "ht!tp://[::"\n', r":3: check\[0\].url: "),
+        ('url = "http://h:1"\n[[check]]\ncheck = "http"\nurl = ""\n', r":4: check\[0\].url: "),
     ],
 )
 def test_a_wrong_list_names_file_line_and_key(text: str, said: str, tmp_path: Path) -> None:
@@ -79,6 +86,74 @@ def test_a_wrong_list_names_file_line_and_key(text: str, said: str, tmp_path: Pa
         load_checklist(path)
     assert str(caught.value).startswith(f"{path}:")
     assert "\n" not in str(caught.value)
+
+
+def verified(tmp_path: Path, body: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    path = tmp_path / "list.toml"
+    path.write_text(f"[[check]]\n{body}\n")
+    code = main(["unit", "verify", "a", "--checklist", str(path)])
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.out + shown.err
+    return code, shown.out
+
+
+def test_a_command_here_ends_with_all_it_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends at once, and leaves a child behind that holds its output."""
+    child = tmp_path / "child"
+    body = 'check = "command"\non = "here"\ndeadline_s = 0.3\n'
+    body += 'argv = ["sh", "-c", "sleep 600 & echo $! > child"]'
+    code, out = verified(tmp_path, body, capsys)
+    assert code == 2
+    assert "no answer within 0.3 s" in out
+    stat = Path("/proc", child.read_text().strip(), "stat")
+    limit = time.monotonic() + 60
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < limit
+        threading.Event().wait(0.02)
+
+
+def test_a_command_here_that_says_gigabytes_costs_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracemalloc.start()
+    try:
+        body = 'check = "command"\non = "here"\ncontains = "end"\n'
+        body += 'argv = ["sh", "-c", "head -c 200000000 /dev/zero; echo end"]'
+        code, _ = verified(tmp_path, body, capsys)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert code == 0
+    assert most < 20_000_000
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trickled-headers",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("trickled-body", "headers", "bomb")),
+    ],
+)
+def test_an_address_that_never_ends_its_answer_has_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with odd_server({"*": ODD[name]}) as url:
+        body = f'check = "http"\nurl = "{url}/x"\ndeadline_s = 0.5'
+        code, out = verified(tmp_path, body, capsys)
+    assert code == 2
+    assert "cannot be told" in out
+
+
+def test_a_password_in_an_address_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = 'check = "http"\nurl = "http://user:canary@127.0.0.1:1/up"'
+    code, out = verified(tmp_path, body, capsys)
+    assert code == 2
+    assert "canary" not in out
+    assert "http http://127.0.0.1:1/up: cannot be told" in out
 
 
 def test_the_pages_list_is_a_list(tmp_path: Path) -> None:
