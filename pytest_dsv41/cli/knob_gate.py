@@ -26,6 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the gate and say what it found."""
+    from ..text import one_line
     from ..unit.knob_gate import check_knobs
 
     report = check_knobs(
@@ -36,5 +37,5 @@ def run(args: argparse.Namespace) -> int:
         raise_knobs=args.raises,
     )
     for line in report.lines:
-        print(f"knob-gate: {line}", file=sys.stdout if report.passed else sys.stderr)
+        print(f"knob-gate: {one_line(line, 600)}", file=sys.stdout if report.passed else sys.stderr)
     return 0 if report.passed else 2

@@ -151,6 +151,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--tokens {args.tokens}: a rate needs {MIN_RATE_TOKENS}")
     if args.tokens < 1:
         raise UsageError(f"--tokens {args.tokens}: at least 1")
+    for depth in args.depth:
+        if depth != "window":
+            _tokens(depth)
     if args.out is not None:
         new_file(args.out, "an answer is never overwritten")
     own = _own_text(args.text)

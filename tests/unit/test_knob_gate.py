@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_dsv41.cli import main
 from pytest_dsv41.errors import UsageError
 from pytest_dsv41.unit import UNITS, KnobReport, check_knobs
 
@@ -230,3 +231,13 @@ def test_the_command_answers_0_2_and_4(tmp_path: Path) -> None:
     assert (code, path.read_text()) == (0, "9\n")
     assert "PASS" in said
     assert run(*words, "--target-mib", "7")[0] == 4
+
+
+def test_a_knobs_name_reaches_no_terminal_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["knob-gate", "--floor-mib", "1", "--target-mib", "2", "--knob"]
+    assert main([*words, str(tmp_path / "a\x1b[2J")]) == 2
+    told = capsys.readouterr().err
+    assert "\\x1b[2J" in told
+    assert "\x1b" not in told

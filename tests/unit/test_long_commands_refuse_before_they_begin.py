@@ -110,3 +110,20 @@ def test_a_near_tie_that_is_no_limit(
 ) -> None:
     told = refused(capsys, *greedy(tmp_path / "x.json", f"--near-tie-nats={limit}"))
     assert "--near-tie-nats" in told
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--depth", "3k", "--depth", "x"], "--depth x: valid: a number of tokens, 3k for 3072"),
+        (["--slots", "1025"], "--slots 1025: valid: 1 to 1,024"),
+        (["--text", "{pipe}"], "pipe: not a regular file"),
+        (["--text", "/dev/zero"], "/dev/zero: not a regular file"),
+    ],
+)
+def test_a_probe_whose_words_are_wrong_asks_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], told: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    words = [word.format(pipe=tmp_path / "pipe") for word in more]
+    assert told in refused(capsys, "probe", NOBODY, "ladder", "--engine", "vllm", *words)
