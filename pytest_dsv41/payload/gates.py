@@ -316,7 +316,7 @@ def _check(row: Any, source: Source, side: str, number: int) -> _Check:
     if not isinstance(row, dict):
         raise source.error(where, "expected a table")
     kind = row.get("check")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise source.error(
             (*where, "check"), f"{one_line(repr(kind), 60)}; valid: {', '.join(_KINDS)}"
         )

@@ -488,7 +488,7 @@ def _read(row: Any, source: Source, number: int) -> _Check:
     if not isinstance(row, dict):
         raise source.error(where, "expected a table")
     kind = row.get("check")
-    if kind not in CHECKS:
+    if not isinstance(kind, str) or kind not in CHECKS:
         raise source.error(
             (*where, "check"), f"{one_line(repr(kind), 60)}; valid: {', '.join(CHECKS)}"
         )

@@ -290,6 +290,7 @@ def _wait_until_gone(pid: int) -> None:
         ),
         (lambda t: "before = 3\n" + t.replace("[[before]]", "[[x]]"), "expected [[before]] tables"),
         (lambda t: t + "[", "invalid TOML"),
+        (lambda t: t.replace('"absent"', '["absent"]'), "before[1].check: ['absent']; valid"),
         (lambda t: 'env = { "A=B" = "x" }\n' + t, "gate.toml:1: env.'A=B'"),
         (lambda t: 'env = { A = "\\u0000" }\n' + t, "gate.toml:1: env.A: holds a null character"),
         (lambda t: t.replace('"now"', '"\\u0000"'), "gate.toml:1: command[1]: holds a null"),

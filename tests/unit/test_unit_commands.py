@@ -58,6 +58,7 @@ def test_wrong_words(
         ("", r":1: no \[\[check\]\]"),
         ("check = 3\n", r"no \[\[check\]\]"),
         ("[[check]]\n", r":1: check\[0\].check: 'None'|None.*valid: state, restarts, health"),
+        ("[[check]]\ncheck = []\n", r":2: check\[0\].check: \[\]; valid: state"),
         ('[[check]]\ncheck = "stat"\n', r":2: check\[0\].check: 'stat'.*valid: state"),
         ('[[check]]\ncheck = "state"\nactiv = "x"\n', r":3: check\[0\].activ: .*keys of state: "),
         ('[[check]]\ncheck = "port"\nport = 70000\n', r":3: check\[0\].port: "),
