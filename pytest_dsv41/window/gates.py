@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -179,7 +180,10 @@ def _table(record: Mapping[str, Any] | None, metric: str) -> Mapping[str, Any]:
 
 def _is_value(table: Mapping[str, Any]) -> bool:
     value = table.get("value")
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    # JSON has whole numbers that no float holds.
+    return abs(value) <= sys.float_info.max
 
 
 def _apart(

@@ -228,3 +228,13 @@ def test_the_commands_and_their_exit_codes(
     assert (said["model"], said["reference"]) == ("small-q4", "small")
     assert said["all"]["kld"]["max"] < 1e-3
     assert main(["kl", "gate", str(out)]) == 0
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), True, "1", [], float("inf"), float("nan")])
+def test_a_figure_that_is_no_number_is_refused_by_its_key(tmp_path: Path, value: object) -> None:
+    path = report(tmp_path / "r.json", 0.0146, 20)
+    said = json.loads(path.read_text())
+    said["all"]["kld"]["mean"] = value
+    path.write_text(json.dumps(said))
+    with pytest.raises(MeasurementRefused, match=r"all\.kld\.mean: is no finite number"):
+        judge(path, Limits(), {})
