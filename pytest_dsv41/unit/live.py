@@ -128,7 +128,7 @@ class LiveUnit:
             pid=_integer(found.get("MainPID", "")),
             restarts=_integer(found.get("NRestarts", "")),
             invocation=found.get("InvocationID", ""),
-            drop_ins=tuple(found.get("DropInPaths", "").split()),
+            drop_ins=tuple(_strings(found.get("DropInPaths", ""))),
             fragment=found.get("FragmentPath", ""),
             enabled=found.get("UnitFileState", ""),
             user=found.get("User", ""),
@@ -145,7 +145,7 @@ class LiveUnit:
         asked = [*self._manager, "show", f"--property={','.join(_DEPENDENTS)}", "--", self.name]
         done = self.host.run(asked, name="dependents", deadline_s=_DEADLINE_S)
         lines = [line.partition("=")[2] for line in done.stdout.splitlines()]
-        names = sorted({name for line in lines for name in line.split()})
+        names = sorted({name for line in lines for name in _strings(line)})
         if not names:
             return []
         asked = [*self._manager, "show", "--property=Id,ActiveState", "--", *names]
@@ -284,6 +284,14 @@ class LiveUnit:
 def _words(data: bytes) -> tuple[str, ...]:
     words = data.decode("utf-8", "surrogateescape").split("\0")
     return tuple(words[:-1] if words and not words[-1] else words)
+
+
+def _strings(text: str) -> list[str]:
+    """The strings of a list as `systemctl show` prints it: odd ones in quotes, with backslashes."""
+    return [
+        re.sub(r"\\(.)", r"\1", quoted) if quoted else plain
+        for quoted, plain in re.findall(r'"((?:[^"\\]|\\.)+)"|(\S+)', text)
+    ]
 
 
 def _integer(text: str) -> int:

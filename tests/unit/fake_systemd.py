@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import posixpath
+import re
 from typing import Any
 
 from pytest_dsv41.hosts.fake import Call, Machine, Reply, Service
@@ -121,6 +122,12 @@ def start(call: Call) -> None:
     keep(machine, now)
 
 
+def shown(path: str) -> str:
+    """A string of a list as systemctl 252 prints it."""
+    odd = re.sub(r'([\\"$`])', r"\\\1", path)
+    return path if re.fullmatch(r"[\w./~@:-]+", path) else f'"{odd}"'
+
+
 def systemctl(call: Call) -> Reply:
     machine, words = call.machine, [w for w in call.args if w not in ("--no-block", "--")]
     verb = words[0]
@@ -136,7 +143,7 @@ def systemctl(call: Call) -> Reply:
             "MainPID": str(now["pid"]),
             "NRestarts": str(now["restarts"]),
             "InvocationID": f"run{now['starts']}",
-            "DropInPaths": " ".join(now["drop_ins"]),
+            "DropInPaths": " ".join(map(shown, now["drop_ins"])),
             "FragmentPath": UNIT_FILE,
             "UnitFileState": now["enabled"],
             "User": "serve",

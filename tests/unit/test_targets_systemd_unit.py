@@ -779,6 +779,20 @@ def test_a_drop_in_that_could_beat_ours_is_refused(
     assert unit.host.read(path) == text.encode()
 
 
+@pytest.mark.parametrize("name", ["a b", "c\\x2dd", "e'f", 'g"h', "i$j"])
+def test_a_drop_in_of_any_name_is_part_of_the_shape(unit: Host, name: str) -> None:
+    path = f"/etc/systemd/system/{fake_systemd.UNIT}.d/{name}.conf"
+    unit.host.write(path, "[Service]\nNice=1\n")
+    unit.run("systemctl", "daemon-reload")
+    target = unit.captured()
+    assert target.prove_rollback()
+    record = json.loads((unit.folder / "rollback.json").read_text())["configuration"]
+    assert record["drop_ins"] == {path: hashlib.sha256(b"[Service]\nNice=1\n").hexdigest()}
+    target.start_arm("X", SMALL)
+    target.stop_all()
+    target.start_production()
+
+
 def test_what_an_arm_or_a_rollback_needs_is_proved_first(unit: Host) -> None:
     target = unit.target()
     target.check((CONTROL, dataclasses.replace(SMALL, env={"MODEL": "/models/none.bin"})))
