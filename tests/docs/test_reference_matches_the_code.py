@@ -139,6 +139,27 @@ def test_help_says_what_every_argument_is(command: str) -> None:
     assert list(_without_help(parser, f"dsv41 {command}")) == []
 
 
+def _with_json(parser: argparse.ArgumentParser, path: str) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                yield from _with_json(sub, f"{path} {name}")
+        elif "--json" in action.option_strings:
+            yield path
+
+
+def test_every_command_that_prints_json() -> None:
+    found = set()
+    for command in (name for name, text in COMMANDS.items() if text):
+        module = importlib.import_module(f"pytest_dsv41.cli.{command.replace('-', '_')}")
+        parser = cli._Parser()
+        module.configure(parser)
+        found |= set(_with_json(parser, command))
+    text = section("## Commands")
+    sentence = text[text.index("`--json` prints") :].partition("; `archive head`")[0]
+    assert set(re.findall(r"`([a-z][a-z -]+)`", sentence)) == found
+
+
 def test_every_exit_code_of_a_window() -> None:
     documented = [int(name) for name in names(section("## Exit codes of a window"), "code")]
     assert documented[:2] == [EXIT_DOWN, EXIT_ALERT]
