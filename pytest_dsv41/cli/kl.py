@@ -313,7 +313,7 @@ def _shape(args: argparse.Namespace) -> int:
     for line in lines:
         print(one_line(f"WARNING: {line}", 300))
     if not lines:
-        print(f"the scored shape: {len(scored)} keys are the same")
+        print(f"the scored shape: {counted(len(scored), 'key')}, none differs")
     return 2 if lines else 0
 
 

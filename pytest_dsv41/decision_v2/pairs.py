@@ -263,7 +263,9 @@ def _check_pairs(series: SeededSeries) -> tuple[list[list[float]], list[float]]:
         if len(floats) != len(series.candidate):
             raise spot(f"{len(floats)} values for {len(series.candidate)} pairs")
         if len(floats) < least:
-            raise spot(f"{len(floats)} pairs, at least {least} are needed")
+            raise spot(
+                f"{len(floats)} pair{'' if len(floats) == 1 else 's'}, at least {least} are needed"
+            )
         checked.append(floats)
     return checked[:-1], checked[-1]
 

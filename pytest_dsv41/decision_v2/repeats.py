@@ -189,7 +189,8 @@ def _check_arms(series: Series) -> tuple[list[float], list[float]]:
         )
         if len(values) < MIN_REPEATS:
             raise Refused(
-                f"{len(values)} repeats, at least {MIN_REPEATS} are needed",
+                f"{len(values)} repeat{'' if len(values) == 1 else 's'}, at least {MIN_REPEATS} "
+                "are needed",
                 cell=series.cell,
                 metric=series.metric,
                 arm=arm,

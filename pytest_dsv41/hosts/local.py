@@ -24,6 +24,7 @@ import psutil
 
 from .. import durable
 from ..errors import CommandFailed, StaleEpoch, TransportError
+from ..text import counted
 from .base import (
     FENCED_OFF,
     CommandLog,
@@ -275,7 +276,9 @@ class LocalHost:
             time.sleep(_POLL_S)
         for pid, _ in ended:
             self._reap(pid)
-        self.log.write(name, [*lines, f"{len(ended)} processes ended, none left"])
+        self.log.write(
+            name, [*lines, f"{counted(len(ended), 'process', 'processes')} ended, none left"]
+        )
         return len(ended)
 
     @staticmethod

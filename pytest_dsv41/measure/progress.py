@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_dsv41.measure.wire import Exchange
+from pytest_dsv41.text import counted
 
 __all__ = ["Progress", "decodes", "how_far"]
 
@@ -35,7 +36,8 @@ class Progress:
         """It in a few words."""
         if not self.tokens:
             return f"waiting for the first token, {self.elapsed_s:.0f} s"
-        return f"{self.tokens} tokens, {self.rounds} rounds, {self.tok_s:.1f} tokens/s"
+        done = f"{counted(self.tokens, 'token')}, {counted(self.rounds, 'round')}"
+        return f"{done}, {self.tok_s:.1f} tokens/s"
 
 
 def how_far(exchanges: Sequence[Exchange], started_ns: int) -> Progress:

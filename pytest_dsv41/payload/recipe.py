@@ -25,7 +25,7 @@ from typing import Any, Final
 from pytest_dsv41.durable import parse_json, write_atomic
 from pytest_dsv41.errors import SpecError
 from pytest_dsv41.payload.experts import EXPERTS_MOST, NAMES_SCHEMA, expert_name
-from pytest_dsv41.text import one_line
+from pytest_dsv41.text import counted, one_line
 from pytest_dsv41.window.source import read_input
 
 __all__ = ["Names", "Spliced", "read_names", "splice", "spliced_text"]
@@ -186,7 +186,7 @@ def spliced_text(
     held = [line for line in lines[begin + 1 : end] if line.strip()]
     if held and not replace:
         raise SpecError(
-            f"{where}:{begin + 2}: the block is filled ({len(held)} lines); "
+            f"{where}:{begin + 2}: the block is filled ({counted(len(held), 'line')}); "
             "--replace puts the new names in their place"
         )
     newline = b"\r\n" if lines[begin].endswith(b"\r\n") else b"\n"

@@ -130,7 +130,7 @@ def test_a_server_that_has_left_the_scored_shape_is_told_key_by_key(
     assert main(["kl", "gate", str(path), "--spec", str(spec), "--receipt", str(out)]) == 0
     capsys.readouterr()
     assert main(["kl", "shape", str(out), str(spec)]) == 0
-    assert "the scored shape: 3 keys are the same" in capsys.readouterr().out
+    assert "the scored shape: 3 keys, none differs" in capsys.readouterr().out
     now = tmp_path / "now.toml"
     now.write_text('[shape]\nkv_cache_dtype = "bf16"\nspeculation = false\nseqs = 3\n')
     assert main(["kl", "shape", str(out), str(now)]) == 2
