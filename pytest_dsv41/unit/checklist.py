@@ -168,8 +168,9 @@ class _Environment(_Check):
     def look(self, at: _Place) -> tuple[bool, str]:
         has = at.process.environment
         wrong = [
-            f"{name} is {masked_value(name, has[name]) if name in has else 'not set'}; "
-            f"asked for: {masked_value(name, wanted)}"
+            f"{name} is {masked_value(name, has[name])}, not {masked_value(name, wanted)}"
+            if name in has
+            else f"{name} is not set; asked for: {masked_value(name, wanted)}"
             for name, wanted in self.values.items()
             if has.get(name) != wanted
         ]
