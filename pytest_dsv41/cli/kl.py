@@ -215,8 +215,9 @@ def _score(args: argparse.Namespace) -> int:
 
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads {args.threads}: at least 1")
-    for path in (args.out, rows_path(args.out)):
-        new_file(path, "a report is never overwritten")
+    rows = rows_path(args.out)
+    new_file(args.out, "a report is never overwritten")
+    new_file(rows, "its report is missing, so a scoring that was ended left it: remove it")
     reference = open_recording(args.reference)
     candidate = open_recording(args.candidate, model=args.model)
     if args.reference.samefile(args.candidate):

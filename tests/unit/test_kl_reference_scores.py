@@ -296,7 +296,7 @@ def test_a_report_is_never_overwritten(report: Path, capsys: pytest.CaptureFixtu
     # Rows without their report are told before the scoring, not after it.
     report.rename(report.with_name("kept.json"))
     assert main([*words, "--out", str(report)]) == 4
-    assert "gate.json.rows: exists" in capsys.readouterr().err
+    assert "gate.json.rows: exists; its report is missing" in capsys.readouterr().err
     report.with_name("kept.json").rename(report)
     p, q = (open_recording(report.parent / name) for name in "pq")
     scores = score(p, q)
