@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
@@ -18,6 +19,7 @@ from ..text import counted, one_line
 from .arguments import new_file, seconds
 
 if TYPE_CHECKING:
+    from ..measure.cell import Sampling
     from ..measure.seeded import SeededCell
     from ..quality.pilot import PilotPlan
 
@@ -150,19 +152,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> PilotPlan:
-    from ..measure.cell import Sampling
     from ..measure.seeded import SEEDED_CELLS
     from ..quality.pilot import PILOT_SUBSET, plan_pilot
 
-    sampling = None
-    if args.bridge_sampling is not None:
-        try:
-            table = json.loads(args.bridge_sampling)
-            if not isinstance(table, dict):
-                raise TypeError("a JSON object with the fields of a cell's sampling is needed")
-            sampling = Sampling(**table)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise UsageError(f"--bridge-sampling: {one_line(str(error), 120)}") from None
+    sampling = None if args.bridge_sampling is None else _sampling(args.bridge_sampling)
     if args.each is not None and args.each < 1:
         raise UsageError(f"--each {args.each}: at least 1")
     return plan_pilot(
@@ -172,6 +165,31 @@ def _plan(args: argparse.Namespace) -> PilotPlan:
         bridge=args.start == "A" and not args.no_bridge,
         bridge_sampling=sampling,
     )
+
+
+def _sampling(text: str) -> Sampling:
+    """Read a cell's sampling from JSON, every value of its field's own type."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from ..durable import dump_json, parse_json
+    from ..measure.cell import Sampling
+
+    try:
+        table = parse_json(text)
+        if not isinstance(table, dict):
+            raise ValueError("a JSON object with the fields of a cell's sampling is needed")
+        valid = [field.name for field in dataclasses.fields(Sampling)]
+        for name in table:
+            if name not in valid:
+                raise ValueError(f"{name} is no field; valid: {', '.join(valid)}")
+        return TypeAdapter(Sampling).validate_json(dump_json(table), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        told = one_line(f"{where}: {first['msg']}" if where else first["msg"], 120)
+    except ValueError as error:
+        told = one_line(str(error), 200)
+    raise UsageError(f"--bridge-sampling: {told}")
 
 
 def _show_plan(plan: PilotPlan, start: str, estimate: float) -> None:

@@ -420,7 +420,13 @@ def test_a_run_without_execute_sends_nothing(
         (["--cell", "decode-b1"], "valid: seeded-short-b1"),
         (["--cell", "seeded-32k-b2"], "needs a seeded cell with one request at a time"),
         (["--bridge-sampling", "{"], "--bridge-sampling"),
-        (["--bridge-sampling", '{"temprature": 1}'], "--bridge-sampling"),
+        (["--bridge-sampling", '{"temprature": 1}'], "temprature is no field; valid: temperature,"),
+        (["--bridge-sampling", '{"chat_template_kwargs": 3}'], "chat_template_kwargs: "),
+        (["--bridge-sampling", '{"priority": "x"}'], "priority: "),
+        (["--bridge-sampling", '{"thinking": "yes"}'], "thinking: "),
+        (["--bridge-sampling", '{"temperature": true}'], "temperature: "),
+        (["--bridge-sampling", '{"top_p": NaN}'], "not JSON compliant"),
+        (["--bridge-sampling", '{"temperature": 11}'], "temperature 11.0: valid: 0 to 10"),
     ):
         assert main([*words, "--start", "A", *extra]) == 4
         assert told in capsys.readouterr().err
