@@ -133,7 +133,7 @@ def mismatches(
     found += [
         f"{name} is another in the environment of the main process"
         for name, value in optional_environ.items()
-        if name in environ and environ[name] != value
+        if name in environ and environ[name] != value and name not in wanted_environ
     ]
     if expected.model and expected.model not in models:
         shown = ", ".join(one_line(name, 80) for name in models) or "nothing"

@@ -664,6 +664,7 @@ def test_a_variant_takes_the_place_of_the_file_among_the_others(unit: Host) -> N
             "",
             r"reads /etc/o\.env by EnvironmentFile=, and target",
         ),
+        (f"EnvironmentFile={ENV_FILE}\nEnvironmentFile=-/etc/o.env", "KV=f16\n", "", "KV: /etc/o"),
         ("Environment=V=/etc/o.env", "", "V", r"runs with V /etc/o\.env, and target\.env_file is"),
         (f"Environment=V={ENV_FILE}\nEnvironmentFile=/etc/o.env", f"V={ENV_FILE}\n", "V", "over"),
     ],

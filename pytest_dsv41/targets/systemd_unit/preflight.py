@@ -55,7 +55,7 @@ class Preflight:
             RefusedByWorld: names what does not hold.
         """
         self._knobs_clear_their_floor()
-        self._given_by(unit)
+        self._given_by(arms, unit)
         along = self._unit.dependents()
         if along:
             raise RefusedByWorld(
@@ -111,7 +111,7 @@ class Preflight:
                 "dsv41 unit drift says all; what is accepted goes into target.registered_drift"
             )
 
-    def _given_by(self, unit: UnitState) -> None:
+    def _given_by(self, arms: Sequence[Arm], unit: UnitState) -> None:
         """The unit is given `env_file`, in the way that the table says, and an arm's in its place.
 
         Raises:
@@ -127,6 +127,14 @@ class Preflight:
                     f"{table.env_file}: name it as the unit does, or the variable by which the "
                     "unit is given it (target.env_var)"
                 )
+            for path in files[files.index(table.env_file) + 1 :]:
+                after = parse_environment_file(self._root.read(path) or b"")
+                for arm in arms:
+                    for beaten in sorted(after.keys() & arm.env.keys()):
+                        raise RefusedByWorld(
+                            f"arms.{arm.name}.env.{beaten}: {path} sets it too, and is read after "
+                            f"{table.env_file}"
+                        )
             return
         given = self._unit.environ(unit).get(name, table.env_file)
         if given != table.env_file and self._shape.real(given) != self._shape.real(table.env_file):
