@@ -331,12 +331,15 @@ class Decision:
             lines.append(f"{name} ({', '.join(group.cells)}): {group.verdict}.")
         decided = ", ".join(self.decision_cells)
         if self.speed_verdict is not None:
-            lost = ", ".join(
-                name for name, c in self.cells.items() if c.gate is not None and c.verdict == LOSS
-            )
+            lost = {
+                name: "gate" if "kind" in cell.gate else "quality"
+                for name, cell in self.cells.items()
+                if cell.gate is not None and cell.verdict == LOSS
+            }
+            by = " and ".join(sorted(set(lost.values()), reverse=True))
             lines.append(
-                f"Window: {self.verdict} by quality (LOSS in {lost}), whatever the speed, which "
-                f"alone gave {self.speed_verdict} (decided by {decided})."
+                f"Window: {self.verdict} by {by} (LOSS in {', '.join(lost)}), whatever the speed, "
+                f"which alone gave {self.speed_verdict} (decided by {decided})."
             )
         elif self.decision_cells:
             lines.append(f"Window: {self.verdict} (decided by {decided}).")

@@ -71,6 +71,9 @@ def test_a_candidate_below_its_floor_is_none_whatever_it_won(tmp_path: Path) -> 
     assert (found.status, found.exit_code) == ("NOT A CANDIDATE", 11)
     assert found.decisions["c1"]["cells"]["decode-b1"]["verdict"] == "WIN"
     assert any(line.startswith("floor: gate LOSS: ") for line in found.explanations["c1"])
+    assert found.explanations["c1"][-1].startswith(
+        "Window: NOT A CANDIDATE by gate (LOSS in floor), whatever the speed, which alone gave CAND"
+    )
 
 
 def test_the_bound_is_held_against_the_floor_and_not_the_mean(tmp_path: Path) -> None:
