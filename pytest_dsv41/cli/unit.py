@@ -164,6 +164,7 @@ def _drift(args: argparse.Namespace) -> int:
 
 def _why(args: argparse.Namespace) -> int:
     from ..payload.shown import Shown
+    from ..text import one_line
     from ..unit.unitfile import unit_name
     from ..unit.why import CAUSES, why
 
@@ -175,7 +176,7 @@ def _why(args: argparse.Namespace) -> int:
         return 2 if told.fault else 0
     loop = ", again and again" if told.looping and told.cause != "BOOT LOOP" else ""
     print(f"{unit_name(args.unit)} on {name}: {told.cause}{loop}: {CAUSES[told.cause]}")
-    print(f"  {told.said}")
+    print(f"  {one_line(told.said, 1000)}")
     print(f"  automatic restarts: {told.restarts}")
     for line in told.lines:
         print(f"  journal: {line}")

@@ -11,15 +11,16 @@ Environments may hold secrets: what is read here stands in no command record.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pytest_dsv41.errors import CommandFailed, UsageError
 from pytest_dsv41.hosts import Host
 from pytest_dsv41.hosts.base import raise_for_code
-from pytest_dsv41.text import one_line
+from pytest_dsv41.text import error_line, one_line
 from pytest_dsv41.unit.unitfile import (
     UnitFile,
     drop_in_names,
@@ -282,60 +283,31 @@ class _Reader:
 
     def manager(self) -> Manager:
         found = self._properties(_ROOT, f"{_BUS}.Manager")
-        return Manager(
-            int("".join(c for c in found["Version"].split(".")[0] if c.isdigit()) or 0),
-            tuple(found["UnitPath"]),
-            _variables(found["Environment"]),
-            int(found.get("UnitsLoadTimestamp", 0)),
-            self._now_us(),
-        )
+        with _understood(self._host.name):
+            version = _word(found["Version"]).split(".")[0]
+            return Manager(
+                int("".join(c for c in version if c.isdigit()) or 0),
+                _words(found["UnitPath"]),
+                _variables(_words(found["Environment"])),
+                int(found.get("UnitsLoadTimestamp", 0)),
+                self._now_us(),
+            )
 
     def _now_us(self) -> int:
         done = self._host.run(["date", "+%s%6N"], name="unit-clock", deadline_s=_DEADLINE_S)
         return int(done.stdout)
 
     def loaded(self, unit: str) -> Loaded:
-        path = self._bus(_ROOT, f"{_BUS}.Manager", "LoadUnit", "s", unit)[0]
+        (path,) = self._bus(_ROOT, f"{_BUS}.Manager", "LoadUnit", "s", unit)
         p = self._properties(str(path), "")
-        commands = {
-            key: _commands(p, key)
-            for key in (
-                "ExecCondition",
-                "ExecStartPre",
-                "ExecStart",
-                "ExecStartPost",
-                "ExecReload",
-                "ExecStop",
-                "ExecStopPost",
-            )
-        }
-        error = [text for text in p.get("LoadError", ()) if text]
-        return Loaded(
-            load_state=p["LoadState"],
-            load_error=": ".join(error),
-            active_state=p["ActiveState"],
-            sub_state=p["SubState"],
-            result=p.get("Result", ""),
-            unit_file_state=p.get("UnitFileState", ""),
-            fragment=p.get("FragmentPath", ""),
-            drop_ins=tuple(p.get("DropInPaths", ())),
-            names=(p["Id"], *sorted(set(p["Names"]) - {p["Id"]})),
-            need_daemon_reload=bool(p.get("NeedDaemonReload", False)),
-            environment=_variables(p.get("Environment", ())),
-            environment_files=tuple((str(w), bool(o)) for w, o in p.get("EnvironmentFiles", ())),
-            commands=commands,
-            main_pid=int(p.get("MainPID", 0)),
-            main_started_us=int(p.get("ExecMainStartTimestamp", 0)),
-            main_code=int(p.get("ExecMainCode", 0)),
-            main_status=int(p.get("ExecMainStatus", 0)),
-            restarts=int(p.get("NRestarts", 0)),
-            invocation=bytes(p.get("InvocationID", ())).hex(),
-            properties=p,
-        )
+        with _understood(self._host.name):
+            return _loaded(p)
 
     def _properties(self, path: str, interface: str) -> dict[str, Any]:
         answer = self._bus(path, "org.freedesktop.DBus.Properties", "GetAll", "s", interface)
-        return {name: value["data"] for name, value in answer[0].items()}
+        with _understood(self._host.name):
+            (values,) = answer
+            return {name: value["data"] for name, value in values.items()}
 
     def _bus(self, path: str, interface: str, method: str, *words: str) -> list[Any]:
         manager = ["--user"] if self._user else ["--system"]
@@ -351,11 +323,13 @@ class _Reader:
         raise_for_code(f"{self._host.name}: systemd does not answer busctl", done)
         try:
             data = json.loads(done.stdout)["data"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CommandFailed(
                 f"{self._host.name}: busctl {method}: no JSON: {one_line(done.stdout, 120)!r}", 1
             ) from error
-        return list(data)
+        if not isinstance(data, list) or not data:
+            raise CommandFailed(f"{self._host.name}: busctl {method}: answers nothing", 1)
+        return data
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -471,6 +445,71 @@ class _Reader:
             tuple(_text(word) for word in argv.removesuffix(b"\0").split(b"\0")),
             _variables([_text(word) for word in environ.split(b"\0") if word]),
         )
+
+
+def _loaded(p: dict[str, Any]) -> Loaded:
+    commands = {
+        key: _commands(p, key)
+        for key in (
+            "ExecCondition",
+            "ExecStartPre",
+            "ExecStart",
+            "ExecStartPost",
+            "ExecReload",
+            "ExecStop",
+            "ExecStopPost",
+        )
+    }
+    error = [text for text in _words(p.get("LoadError", ())) if text]
+    return Loaded(
+        load_state=_word(p["LoadState"]),
+        load_error=": ".join(error),
+        active_state=_word(p["ActiveState"]),
+        sub_state=_word(p["SubState"]),
+        result=_word(p.get("Result", "")),
+        unit_file_state=_word(p.get("UnitFileState", "")),
+        fragment=_word(p.get("FragmentPath", "")),
+        drop_ins=_words(p.get("DropInPaths", ())),
+        names=(_word(p["Id"]), *sorted(set(_words(p["Names"])) - {p["Id"]})),
+        need_daemon_reload=bool(p.get("NeedDaemonReload", False)),
+        environment=_variables(_words(p.get("Environment", ()))),
+        environment_files=tuple((_word(w), bool(o)) for w, o in p.get("EnvironmentFiles", ())),
+        commands=commands,
+        main_pid=int(p.get("MainPID", 0)),
+        main_started_us=int(p.get("ExecMainStartTimestamp", 0)),
+        main_code=int(p.get("ExecMainCode", 0)),
+        main_status=int(p.get("ExecMainStatus", 0)),
+        restarts=int(p.get("NRestarts", 0)),
+        invocation=bytes(p.get("InvocationID", ())).hex(),
+        properties=p,
+    )
+
+
+@contextlib.contextmanager
+def _understood(host: str) -> Iterator[None]:
+    """What is not as systemd answers is named, whoever answers in its place.
+
+    Raises:
+        CommandFailed: the answer has another form.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CommandFailed(
+            f"{host}: busctl: no answer of systemd: {error_line(error, 120)}", 1
+        ) from error
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _words(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{values!r} is no list")
+    return tuple(map(_word, values))
 
 
 def _commands(properties: Mapping[str, Any], key: str) -> tuple[ExecCommand, ...]:

@@ -61,6 +61,7 @@ _CODES: Final = {"exited": 1, "killed": 2, "dumped": 3}
 _RESULT: Final = re.compile(r"Failed with result|Start request repeated|Failed to start ")
 _LIMIT: Final = re.compile(r"Start request repeated too quickly")
 _SKIPPED: Final = re.compile(r"\b[Ss]kipped\b")
+_COMMAND: Final = re.compile(r"Exec[A-Za-z]{1,20}")
 _CHECKS: Final = ("ExecCondition", "ExecStartPre")
 
 
@@ -159,7 +160,7 @@ def parse_record(raw: str) -> JournalLine | None:
     """Read one record of `journalctl --output=json`; None for what is none."""
     try:
         record = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):
         return None
@@ -171,6 +172,8 @@ def parse_record(raw: str) -> JournalLine | None:
         )
     config = _word(record, "CONFIG_FILE")
     ended = _word(record, "MESSAGE_ID") == _EXIT
+    # Any process of the unit can write such a record: only what systemd would say is repeated.
+    command = _COMMAND.fullmatch(_word(record, "COMMAND"))
     return JournalLine(
         _number(record, "__REALTIME_TIMESTAMP"),
         message if isinstance(message, str) else "",
@@ -179,7 +182,7 @@ def parse_record(raw: str) -> JournalLine | None:
         _word(record, "INVOCATION_ID")
         or _word(record, "USER_INVOCATION_ID")
         or _word(record, "_SYSTEMD_INVOCATION_ID"),
-        _word(record, "COMMAND") if ended else "",
+        command[0] if ended and command is not None else "",
         _CODES.get(_word(record, "EXIT_CODE"), 0) if ended else 0,
         _number(record, "EXIT_STATUS") if ended else 0,
         f"{config}:{_number(record, 'CONFIG_LINE')}" if config else "",

@@ -238,6 +238,36 @@ def test_why_asks_the_same_facts(machine: Machine, capsys: pytest.CaptureFixture
     assert "SIGSEGV" in report["said"]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    ["", "{}", "[" * 100_000, '{"data": 7}', '{"data": []}', '{"data": [{}]}', '{"data": [[]]}'],
+)
+@pytest.mark.parametrize("which", ["manager", "unit"])
+def test_an_answer_that_is_none_of_systemd_is_one_line(
+    machine: Machine, capsys: pytest.CaptureFixture[str], which: str, answer: str
+) -> None:
+    (machine.folder / "bin" / f"{which}.json").write_text(answer)
+    assert main(["unit", "why", "m"]) == 4
+    told = capsys.readouterr().err
+    assert "local: busctl" in told
+    assert told.count("\n") == 1
+
+
+def test_a_value_of_another_kind_is_one_line(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = {"LoadState": 7, "DropInPaths": "x", "MainPID": [], "Names": [[]], "ExecStartEx": [1]}
+    for key, value in odd.items():
+        kept = machine.loaded[key]
+        machine.answer(**{key: value})
+        assert main(["unit", "drift", "m"]) == 4
+        assert "local: busctl: no answer of systemd: " in capsys.readouterr().err
+        machine.answer(**{key: kept})
+    machine.answer(SubState="\x1b[2J")
+    assert main(["unit", "why", "m"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def serving(machine: Machine, *flags: str) -> None:
     """The unit's main process is one with these flags."""
     machine.process.kill()

@@ -129,3 +129,21 @@ def test_a_message_of_bytes_and_no_json() -> None:
     assert record.message == "hi\ufffd"
     assert record.manager
     assert parse_record("-- No entries --") is None
+
+
+def test_a_record_that_a_process_forges_repeats_no_words_of_its_own() -> None:
+    """Any process of the unit may write a record in the form of systemd's."""
+    forged = {
+        "MESSAGE_ID": "98e322203f7a4ed290d09fe03c09fe15",  # systemd's: a unit's process exited
+        "COMMAND": "Exec\x1b[2JStart",
+        "EXIT_CODE": "exited",
+        "EXIT_STATUS": "7",
+        "MESSAGE": "\x1b[2J",
+    }
+    line = parse_record(json.dumps(forged))
+    assert line is not None
+    assert (line.code, line.status, line.command) == (1, 7, "")
+    told = explain(loaded(active_state="failed", result="exit-code"), [line], now_us=NOW)
+    assert "its process ended by exit code 7" in told.said
+    assert "\x1b" not in "".join((told.said, *told.lines))
+    assert parse_record("[" * 100_000) is None
