@@ -47,7 +47,7 @@ class _Table(Table):
     model: str = ""
     hold: str = ""
     command: tuple[str, ...] = ()
-    commit: str = Field(default="", pattern="^([0-9a-f]{40})?$")
+    commit: str = Field(default="", pattern="^([0-9a-f]{40})?$", description="40 hex digits")
     production: _Production
     experiment: _Server = _Server()
 

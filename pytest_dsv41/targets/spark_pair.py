@@ -69,7 +69,11 @@ class _Server(Table):
 
 
 class _Production(_Server):
-    scope: str = Field(default="dsv41-production", pattern="^dsv41-[A-Za-z0-9._]+$")
+    scope: str = Field(
+        default="dsv41-production",
+        pattern="^dsv41-[A-Za-z0-9._]+$",
+        description="a name that begins with dsv41-",
+    )
     args: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
 
@@ -78,12 +82,12 @@ class _Table(Table):
     kind: Literal["spark-pair"] = "spark-pair"
     engine: str = "vllm"
     model: str = ""
-    commit: str = Field(default="", pattern="^([0-9a-f]{40})?$")
-    hold: str = Field(default="/var/lib/dsv41/HOLD", pattern="^/")
+    commit: str = Field(default="", pattern="^([0-9a-f]{40})?$", description="40 hex digits")
+    hold: str = Field(default="/var/lib/dsv41/HOLD", pattern="^/", description="an absolute path")
     label: str = ""
     placeholder: str = Field(default=HOLD_HEAD, pattern="^[ -~]+$")
     clock: int = Field(default=0, ge=0)
-    logs: str = Field(default="/var/log/dsv41", pattern="^/")
+    logs: str = Field(default="/var/log/dsv41", pattern="^/", description="an absolute path")
     world: str = ""
     hosts: dict[str, HostTable] = Field(min_length=1)
     production: _Production

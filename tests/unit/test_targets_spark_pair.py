@@ -444,7 +444,11 @@ def changed(table: dict[str, Any], *keys: str, value: Any) -> dict[str, Any]:
         (("production", "command", "alpha"), ["vllm", "{seed}"], "unknown placeholder {seed}"),
         (("experiment", "port"), 8000, "it is production's"),
         (("experiment", "start_script"), "none.sh", "start_script: .*none.sh"),
-        (("production", "scope"), "vllm", "production.scope: String should match"),
+        (
+            ("production", "scope"),
+            "vllm",
+            "production.scope: 'vllm'; valid: a name that begins with dsv41-",
+        ),
         (("clock",), -1, "target.clock"),
         (("world",), "", "hosts.alpha.address: missing"),
         (("hosts",), {}, "target.hosts: "),

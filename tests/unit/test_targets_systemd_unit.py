@@ -932,15 +932,15 @@ def test_an_arm_that_could_not_be_started_is_refused_as_it_is_written(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"unit": "served"}, r"target\.unit"),
-        ({"env_file": "serve.env"}, r"target\.env_file"),
+        ({"unit": "served"}, r"^target\.unit: 'served'; valid: a service's name with \.service"),
+        ({"env_file": "serve.env"}, r"^target\.env_file: 'serve\.env'; valid: an absolute path"),
         ({"runtime": "podman"}, r"target\.container: missing"),
         ({"manager": "user", "sudo": True}, r"target\.sudo"),
         ({"payloads": {"a": ""}}, r"target\.payloads\.a"),
-        ({"speed": 1}, r"target\.speed.*keys of target: kind"),
+        ({"speed": 1}, r"^target\.speed: unknown key; keys of target: kind"),
         (
             {"knobs": {"paths": ["/k"], "floor": 1}},
-            r"^target\.knobs\.floor_mib: .*; keys of target\.knobs: paths, unit, floor_mib$",
+            r"^target\.knobs\.floor: unknown key; keys of target\.knobs: paths, unit, floor_mib$",
         ),
         ({"host": {"adress": "a"}}, r"target\.host\.adress: .*keys of target\.host: address"),
     ],

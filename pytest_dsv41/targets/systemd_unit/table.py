@@ -33,12 +33,17 @@ class UnitTable(Table):
     kind: Literal["systemd-unit"] = "systemd-unit"
     engine: str = "llamacpp"
     model: str = Field(min_length=1)
-    commit: str = Field(default="", pattern="^([0-9a-f]{40})?$")
-    unit: str = Field(pattern=_UNIT)
+    commit: str = Field(default="", pattern="^([0-9a-f]{40})?$", description="40 hex digits")
+    unit: str = Field(pattern=_UNIT, description="a service's name with .service, as serve.service")
     manager: Literal["system", "user"] = "system"
     sudo: bool = False
-    env_file: str = Field(pattern="^/[^\\s\"'%\\\\$]+$")
-    env_var: str = Field(default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$")
+    env_file: str = Field(
+        pattern="^/[^\\s\"'%\\\\$]+$",
+        description="an absolute path without blanks, quotes, %, $ and backslashes",
+    )
+    env_var: str = Field(
+        default="", pattern="^([A-Za-z_][A-Za-z0-9_]*)?$", description="a variable's name"
+    )
     runtime: Literal["process", "podman"] = "process"
     container: str = ""
     port: int = Field(ge=1, le=65535)
@@ -49,7 +54,7 @@ class UnitTable(Table):
     registered_drift: tuple[str, ...] = ()
     knobs: Knobs | None = None
     law: str = ""
-    hold: str = Field(default="/var/lib/dsv41/HOLD", pattern="^/")
+    hold: str = Field(default="/var/lib/dsv41/HOLD", pattern="^/", description="an absolute path")
     label: str = ""
     world: str = ""
     host: UnitHost | None = None
