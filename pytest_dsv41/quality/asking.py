@@ -22,6 +22,7 @@ __all__ = ["AskedServer"]
 
 _ROUNDING = 1e-3
 """Nats by which a log-probability may differ from itself in another place of one answer."""
+_LAST_S = 60.0
 
 
 class AskedServer:
@@ -38,8 +39,9 @@ class AskedServer:
     def __init__(self, endpoint: Endpoint, client: httpx.Client) -> None:
         self.engine = get_engine(endpoint.engine)
         self._url = endpoint.url
-        self._models = self.engine.models(self._url, client=client)
-        self.model = endpoint.model or self._models[0]
+        models = self.engine.models(self._url, client=client)
+        self._models = sorted(models)
+        self.model = endpoint.model or models[0]
         self.version = self.engine.version(self._url, client=client)
         self._before = self._counters(client)
         self._lock = threading.Lock()
@@ -105,7 +107,8 @@ class AskedServer:
         Raises:
             MeasurementRefused: kinds `other-server`, `reset`, `missing-family`, `models`.
         """
-        models = self.engine.models(self._url, client=client)
+        # Whoever else is served may keep it busy, and a long run hangs on this one answer.
+        models = sorted(self.engine.models(self._url, timeout=_LAST_S, client=client))
         version = self.engine.version(self._url, client=client)
         for what, was, now in (
             ("models", ", ".join(self._models), ", ".join(models)),

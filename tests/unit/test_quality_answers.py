@@ -242,6 +242,11 @@ def test_a_server_that_another_one_takes_the_place_of_is_found_out() -> None:
             site.asked.prove_same(site.client)
         assert refused.value.kind == "other-server"
     site = Site()
+    site.models.append("n")
+    again = AskedServer(Endpoint("http://x"), site.client)
+    site.models.reverse()
+    again.prove_same(site.client)
+    site = Site()
     site.ask()
     site.body["model"] = "n\x1b[31m"
     with pytest.raises(MeasurementRefused, match=r"n\\x1b\[31m answered, and m before") as refused:
