@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from pytest_dsv41.cli import main
-from tests.unit.odd_server import ODD, Bytes, http, odd_server, said, trickle
+from tests.unit.odd_server import ODD, Bytes, http, odd_server, said
 
 MODELS = said({"data": [{"id": "m", "owned_by": "x"}]})
 TOKENS = said({"tokens": [1, 2, 3], "count": 3})
 
 
-SOME = ("html", "deep", "error-ansi", "endless-body", "trickled-headers")
+SOME = ("html", "deep", "error-ansi")
 NAMES = [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in ODD]
 """Some by default, all of them in the slow tests."""
 
@@ -53,7 +53,9 @@ def test_a_push_fails_by_name_whatever_is_answered(
     assert (corpus.parent / "corpus.jsonl.run" / "receipt.json").exists() == (code == 0)
 
 
-@pytest.mark.parametrize("name", ["trickled-headers", "trickled-body"])
+@pytest.mark.parametrize(
+    "name", ["trickled-headers", pytest.param("trickled-body", marks=pytest.mark.slow)]
+)
 def test_a_byte_now_and_then_is_no_answer(
     corpus: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -63,9 +65,10 @@ def test_a_byte_now_and_then_is_no_answer(
     assert f"{corpus}:1: no answer in 0.3 s" in plain(capsys)
 
 
-@pytest.mark.parametrize(
-    ("usage", "told"),
-    [
+def test_counts_that_are_none_count_nothing(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usages = [
         ({"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 9}}, "9 of 3 prompt tok"),
         ({"prompt_tokens": -3}, "prompt_tokens is -3, no count"),
         ({"prompt_tokens": 3.0}, "prompt_tokens is 3.0, no count"),
@@ -74,15 +77,13 @@ def test_a_byte_now_and_then_is_no_answer(
         ({"prompt_tokens": "\x1b[2J"}, "no count"),
         ({}, "does not count its tokens"),
         ([], "does not count its tokens"),
-    ],
-)
-def test_counts_that_are_none_count_nothing(
-    corpus: Path, capsys: pytest.CaptureFixture[str], usage: object, told: str
-) -> None:
-    answer = said({"usage": usage})
-    with odd_server({"/v1/models": MODELS, "/v1/completions": answer}) as url:
-        assert push(corpus, url) == 1
-    assert told in plain(capsys)
+    ]
+    answers = {"/v1/models": MODELS}
+    with odd_server(answers) as url:
+        for usage, told in usages:
+            answers["/v1/completions"] = said({"usage": usage})
+            assert push(corpus, url) == 1
+            assert told in plain(capsys)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,23 +110,31 @@ def test_arguments_nested_beyond_any_call_are_no_call(
     assert "no JSON object with 'expr'" in plain(capsys)
 
 
-@pytest.mark.parametrize(
-    "models",
-    [
-        http("<html>\x1b[2J"),
-        said({"data": []}),
-        said({"data": [{"id": "\ud800"}]}),
-        said({"data": [{"id": 7}]}),
-        pytest.param(trickle(b"HTTP/1.1 200 X\r\n", b"A: b\r\n"), marks=pytest.mark.slow),
-    ],
-)
 @pytest.mark.parametrize("command", ["fleet-probe", "calib"])
 def test_a_server_that_names_no_model_is_one_line(
-    corpus: Path, capsys: pytest.CaptureFixture[str], models: Bytes, command: str
+    corpus: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    with odd_server({"/v1/models": models}) as url:
-        if command == "calib":
-            assert push(corpus, url) == 1
-        else:
-            assert main(["fleet-probe", url, "--engine", "vllm"]) == 4
-    assert len(plain(capsys).splitlines()) == 1
+    answers: dict[str, Bytes] = {}
+    with odd_server(answers) as url:
+        for models in (
+            http("<html>\x1b[2J"),
+            said({"data": []}),
+            said({"data": [{"id": "\ud800"}]}),
+            said({"data": [{"id": 7}]}),
+        ):
+            answers["/v1/models"] = models
+            if command == "calib":
+                assert push(corpus, url) == 1
+            else:
+                assert main(["fleet-probe", url, "--engine", "vllm"]) == 4
+            assert len(plain(capsys).splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_server_that_never_ends_its_list_of_models_is_one_line(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with odd_server({"/v1/models": ODD["trickled-headers"]}) as url:
+        assert push(corpus, url) == 1
+        assert main(["fleet-probe", url, "--engine", "vllm"]) == 4
+    assert len(plain(capsys).splitlines()) == 2
