@@ -341,7 +341,7 @@ class WindowRun:
         if seen.state is Probe.UNKNOWN:
             found.append(f"cannot tell whether production serves: {seen.detail}")
         elif seen.state is Probe.DOWN and not target.ephemeral:
-            found.append(f"production is down, and not by a window: {seen.detail}")
+            found.append(f"production is down, and not by a window of this campaign: {seen.detail}")
         elif seen.state is Probe.UP:
             try:
                 target.capture()
