@@ -29,7 +29,15 @@ from pytest_dsv41.payload.hashing import hash_file, identity
 from pytest_dsv41.payload.runner import copy_scripts
 from pytest_dsv41.payload.step import Step, Untrusted
 from pytest_dsv41.text import counted, one_line
-from pytest_dsv41.window.source import MAX_BYTES, Source, read_input, read_toml, refuse_nulls
+from pytest_dsv41.window.source import (
+    MAX_BYTES,
+    Source,
+    first_slip,
+    read_input,
+    read_toml,
+    refuse_nulls,
+    slip_text,
+)
 
 __all__ = ["KIND", "Found", "Gate", "Outcome", "load_gate", "run_gate"]
 
@@ -142,7 +150,9 @@ class _Flag(_Strict):
 
     check: Literal["flag-absent"]
     name: str = ""
-    flag: str = Field(pattern=r"^-{1,2}[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    flag: str = Field(
+        pattern=r"^-{1,2}[A-Za-z0-9][A-Za-z0-9_.-]*$", description="a flag with its dashes"
+    )
 
     def look(self, at: _Place) -> tuple[bool, str]:
         for where, words in at.words():
@@ -294,7 +304,7 @@ def load_gate(path: Path) -> Gate:
     try:
         table = _Table.model_validate(values)
     except ValidationError as error:
-        raise _fault(error, source, ()) from None
+        raise _fault(error, source, (), _Table) from None
     if not any(sides.values()):
         raise source.error((), "no [[before]] and no [[after]]: a gate needs a check")
     for n, check in enumerate(sides["before"]):
@@ -324,18 +334,21 @@ def _check(row: Any, source: Source, side: str, number: int) -> _Check:
         return _CHECK.validate_python(row)
     except ValidationError as error:
         keys = [key for key in _KINDS[kind].model_fields if key != "check"]
-        raise _fault(error, source, where, f"; keys of {kind}: {', '.join(keys)}") from None
+        more = f"; keys of {kind}: {', '.join(keys)}"
+        raise _fault(error, source, where, _KINDS[kind], more) from None
 
 
 def _fault(
-    error: ValidationError, source: Source, where: tuple[str | int, ...], more: str = ""
+    error: ValidationError,
+    source: Source,
+    where: tuple[str | int, ...],
+    asked: type[BaseModel],
+    more: str = "",
 ) -> SpecError:
-    first = error.errors(include_url=False)[0]
+    first = first_slip(error.errors(include_url=False))
     # Behind the place of a check stands its kind, as pydantic tells a union's members apart.
     loc = first["loc"][1:] if where and first["loc"] else first["loc"]
-    return source.error(
-        (*where, *loc), one_line(first["msg"].removeprefix("Value error, "), 150) + more
-    )
+    return source.error((*where, *loc), slip_text(first, asked.model_fields) + more)
 
 
 def _name(check: _Check) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import SpecError
 from ..hosts import CommandLog, Host
 from ..text import one_line
-from ..window.source import shown
+from ..window.source import first_slip, slip_text
 
 __all__ = ["HostTable", "Table", "beside", "read_table", "ssh_host"]
 
@@ -45,28 +45,15 @@ def read_table(kind: type[_T], table: Mapping[str, Any]) -> _T:
     try:
         return kind.model_validate(dict(table))
     except ValidationError as error:
-        found = error.errors()
-        # A mistyped key is also missing under its own name: the slip says more.
-        first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
+        first = first_slip(error.errors())
         where = [one_line(str(part), 60) for part in first["loc"]]
         key = ".".join(["target", *where])
         asked = _table_at(kind, first["loc"][:-1])
         above = ".".join(["target", *where[:-1]])
         raise SpecError(
-            f"{key}: {_fault(first, asked)}; keys of {above}: {', '.join(asked.model_fields)}"
+            f"{key}: {slip_text(first, asked.model_fields)}; "
+            f"keys of {above}: {', '.join(asked.model_fields)}"
         ) from error
-
-
-def _fault(found: Mapping[str, Any], asked: type[BaseModel]) -> str:
-    """What is wrong with a key, for a person: never a pattern where its field has words for it."""
-    if found["type"] == "missing":
-        return "missing"
-    if found["type"] == "extra_forbidden":
-        return "unknown key"
-    field = asked.model_fields.get(str(found["loc"][-1]))
-    if found["type"] == "string_pattern_mismatch" and field is not None and field.description:
-        return f"{shown(found['input'])}; valid: {field.description}"
-    return str(found["msg"])
 
 
 def ssh_host(name: str, where: HostTable, key: str, base: Path, log: CommandLog) -> Host:

@@ -37,7 +37,7 @@ from pytest_dsv41.unit.proof import ledger_faults
 from pytest_dsv41.unit.systemd import RunningProcess, UnitFacts, read_host_file, read_unit
 from pytest_dsv41.unit.unitfile import unit_name
 from pytest_dsv41.window.arm_keys import flag_keys, left_keys
-from pytest_dsv41.window.source import Source, read_toml, refuse_nulls
+from pytest_dsv41.window.source import Source, first_slip, read_toml, refuse_nulls, slip_text
 
 __all__ = ["CHECKS", "Answer", "Checklist", "load_checklist", "verify"]
 
@@ -113,7 +113,7 @@ class _Argv(_Check):
     check: Literal["argv"]
     flags: dict[str, str | bool] = {}
     absent: list[str] = []
-    container: str = Field(default="", pattern=_CONTAINER)
+    container: str = Field(default="", pattern=_CONTAINER, description="a container's name")
 
     @model_validator(mode="after")
     def _asks(self) -> _Argv:
@@ -230,8 +230,8 @@ class _Port(_Check):
 
 class _File(_Check):
     check: Literal["file"]
-    path: str = Field(pattern="^/")
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    path: str = Field(pattern="^/", description="an absolute path")
+    sha256: str = Field(pattern="^[0-9a-f]{64}$", description="64 hex digits")
 
     def title(self) -> str:
         return self.path
@@ -253,8 +253,8 @@ class _Ledger(_Check):
 
     check: Literal["ledger"]
     dialect: str
-    file: str = Field(default="", pattern="^(/.*)?$")
-    container: str = Field(default="", pattern=_CONTAINER)
+    file: str = Field(default="", pattern="^(/.*)?$", description="an absolute path")
+    container: str = Field(default="", pattern=_CONTAINER, description="a container's name")
     subject: str = ""
     fact: str = ""
     unit: str = ""
@@ -311,7 +311,7 @@ class _Scored(_Check):
 
     check: Literal["scored"]
     receipt: str = Field(min_length=1)
-    container: str = Field(default="", pattern=_CONTAINER)
+    container: str = Field(default="", pattern=_CONTAINER, description="a container's name")
 
     def title(self) -> str:
         return self.receipt
@@ -496,9 +496,9 @@ def _read(row: Any, source: Source, number: int) -> _Check:
     try:
         check: _Check = _ADAPTER.validate_python(row)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = first_slip(error.errors(include_url=False))
         keys = ", ".join(key for key in CHECKS[kind].model_fields if key != "check")
-        message = one_line(first["msg"].removeprefix("Value error, "), 200)
+        message = slip_text(first, CHECKS[kind].model_fields)
         # Behind the place of a check stands its kind, as pydantic tells a union's members apart.
         raise source.error(
             (*where, *first["loc"][1:]), f"{message}; keys of {kind}: {keys}"

@@ -13,7 +13,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ __all__ = [
     "Source",
     "choices",
     "dotted",
+    "first_slip",
     "read_input",
     "read_toml",
     "refuse_nulls",
     "shown",
+    "slip_text",
 ]
 
 MAX_BYTES = 1 << 20
@@ -62,6 +64,29 @@ def dotted(path: KeyPath) -> str:
             word = part if _BARE.fullmatch(part) else f"'{one_line(part, 60)}'"
             text += f".{word}" if text else word
     return text
+
+
+def first_slip(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the one of pydantic's errors that says most.
+
+    A mistyped key is also missing under its own name: the slip says more.
+    """
+    return next((one for one in found if one["type"] == "extra_forbidden"), found[0])
+
+
+def slip_text(found: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    """Say one of pydantic's errors for a person: no pattern where its field has words for it.
+
+    `fields` are the fields of the table that it is about; a field's description says its form.
+    """
+    if found["type"] == "missing":
+        return "missing"
+    if found["type"] == "extra_forbidden":
+        return "unknown key"
+    field = fields.get(str(found["loc"][-1])) if found["loc"] else None
+    if found["type"] == "string_pattern_mismatch" and field is not None and field.description:
+        return f"{shown(found['input'])}; valid: {field.description}"
+    return one_line(found["msg"].removeprefix("Value error, "), 200)
 
 
 def shown(value: Any) -> str:

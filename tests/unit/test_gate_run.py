@@ -277,7 +277,7 @@ def _wait_until_gone(pid: int) -> None:
         (lambda t: t.replace("at_least = 3", "at_leats = 3"), "gate.toml:10: before[0].at_leats"),
         (lambda t: t.replace("at_least = 3", ""), "gate.toml:6: before[0]: needs one of at_least"),
         (lambda t: t.replace('"absent"', '"gone"'), "gate.toml:12: before[1].check: 'gone'; valid"),
-        (lambda t: t.replace("at_least_mib = 1\n", ""), "before[2].at_least_mib: Field"),
+        (lambda t: t.replace("at_least_mib = 1\n", ""), "before[2].at_least_mib: missing"),
         (lambda t: t.replace("--reuse", "reuse"), "before[3].flag"),
         (lambda t: t.replace("command", "comand", 1), "comand: unknown key; valid"),
         (lambda t: t.replace('["./convert.sh", "now"]', "[]"), "gate.toml:1"),

@@ -72,7 +72,10 @@ def test_wrong_words(
         ('[[check]]\ncheck = "environment"\n', r"needs values or absent"),
         ('[[check]]\ncheck = "ledger"\ndialect = "none"\n', r"valid: llamacpp, radiance"),
         ('[[check]]\ncheck = "ledger"\ndialect = "radiance"\nfact = "x"\n', r"belong together"),
-        ('[[check]]\ncheck = "file"\npath = "/a"\nsha256 = "12"\n', r":4: check\[0\].sha256: "),
+        (
+            '[[check]]\ncheck = "file"\npath = "/a"\nsha256 = "12"\n',
+            r":4: check\[0\].sha256: '12'; valid: 64 hex digits; keys of file: name, path, sha256",
+        ),
         ('[[check]]\ncheck = "fleet"\nurl = "http://h:1"\nprobes = ["x"]\n', r"valid: vision"),
         ('[[check]]\ncheck = "command"\nargv = []\n', r":3: check\[0\].argv: "),
         ('[[check]]\ncheck = "command"\nargv = ["\\u0000"]\n', r"argv\[0\]: holds a null char"),
