@@ -100,10 +100,27 @@ class Step:
                 f"{self.folder}: a runner, or a command that one has started, is still at work "
                 "there; wait for it or end it"
             )
+        kind = self._receipt_of()
+        if kind not in ("", self.kind):
+            self.lock.release()
+            raise UsageError(
+                f"{self.receipt}: is that of another command ({one_line(kind, 40)}); a step needs "
+                "a folder of its own"
+            )
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.lock.release()
+
+    def _receipt_of(self) -> str:
+        """The kind that a whole receipt names; empty where there is none."""
+        if not self.receipt.exists():
+            return ""
+        try:
+            body, _ = read_sealed(self.receipt, "receipt", RECEIPT, dict[str, Any])
+        except Dsv41Error:
+            return ""
+        return str(body.get("step"))
 
     def trusted(
         self, inputs: Iterable[Path], progress: Callable[[int], None] | None = None

@@ -378,6 +378,16 @@ def test_a_folder_that_is_no_steps_is_left_alone(
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def test_the_folder_of_another_command_keeps_its_receipt(place: Path) -> None:
+    verify(place)
+    path = place / "m.json.run" / "receipt.json"
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match=r"that of another command \(payload verify\)"):
+        Step(place / "m.json.run", "gate run").__enter__()
+    assert path.read_bytes() == before
+    assert not verify(place, resume=True).problems
+
+
 def test_a_copy_that_finds_no_room_is_one_line_and_leaves_nothing(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
