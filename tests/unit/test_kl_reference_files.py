@@ -369,6 +369,8 @@ ROWS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "top-nan": (put("top.bin", 4, struct.pack("<f", np.nan)), "top", "exact value .* is NaN"),
     "nll-nan": (put("rows.f32", 16, struct.pack("<f", np.nan)), "nll", "row 2 .*log-likelihood"),
+    "nll-signalling": (put("rows.f32", 16, struct.pack("<I", 0x7FA00000)), "nll", "row 2 .*is nan"),
+    "top-signalling": (put("top.bin", 4, struct.pack("<I", 0x7FA00000)), "top", "exact value"),
     "nll-negative": (put("rows.f32", 0, struct.pack("<f", -1.0)), "nll", "row 0 .* is -1"),
 }  # fmt: skip
 

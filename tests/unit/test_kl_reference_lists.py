@@ -230,6 +230,8 @@ LISTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "all-zero", "row 3",
     ),
     "mass": (put("top.bin", 4, struct.pack("<f", -0.0001) ), "mass", "row 0 .*add up to"),
+    "nll": (put("rows.f32", 8, struct.pack("<f", np.inf)), "nll", "row 1 .*likelihood is inf"),
+    "nll below 0": (put("rows.f32", 16, struct.pack("<f", -1.0)), "nll", "row 2 .*is -1"),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -285,6 +286,26 @@ def test_names_that_are_no_text_end_no_scoring(
     assert main(["kl", "gate", str(out), "--receipt", str(receipt)]) == 2
     assert json.loads(receipt.read_bytes())["report"]["ref_dir"] == str(left)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_likelihood_that_gives_no_perplexity_is_refused(
+    report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = report.parent / "p" / "rows.f32"
+    raw = rows.read_bytes()
+    rows.write_bytes(struct.pack("<f", 1e30) + raw[4:])
+    words = ["kl", "score", str(report.parent / "p"), str(report.parent / "q")]
+    capsys.readouterr()
+    assert main([*words, "--out", str(report.with_name("new.json"))]) == 4
+    said = capsys.readouterr().err
+    assert "the mean negative log-likelihood is" in said
+    assert said.count("\n") == 1
+    # The same in a report's rows, which the gate reads again.
+    table = np.fromfile(f"{report}.rows", "<f4")
+    table[1] = 1e30
+    table.tofile(f"{report}.rows")
+    assert main(["kl", "gate", str(report)]) == 4
+    assert "no perplexity of a model" in capsys.readouterr().err
 
 
 def test_a_report_is_never_overwritten(report: Path, capsys: pytest.CaptureFixture[str]) -> None:

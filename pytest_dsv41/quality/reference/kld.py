@@ -170,14 +170,16 @@ class _KldReader(Reader):
         top = recording.stored_top(row0, count)
         ids = top["id"]
         self._check_ids(row0, ids)
-        block = _KldBlock(
-            codes=codes,
-            top_ids=ids,
-            top_logp=top["logp"].astype(np.float64),
-            top1=ids[:, 0],
-            nll=recording.stored_rows(row0, count)[:, 0].astype(np.float64),
-            largest=codes.view(np.int16).max(axis=1),
-        )
+        # A damaged float32 may be a signalling NaN: it is named as any other, without a warning.
+        with np.errstate(invalid="ignore"):
+            block = _KldBlock(
+                codes=codes,
+                top_ids=ids,
+                top_logp=top["logp"].astype(np.float64),
+                top1=ids[:, 0],
+                nll=recording.stored_rows(row0, count)[:, 0].astype(np.float64),
+                largest=codes.view(np.int16).max(axis=1),
+            )
         self._check_values(row0, block)
         return block
 

@@ -23,6 +23,8 @@ _QUANTILES: Final = {
     "median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_9": 0.999, "p99_99": 0.9999,
 }  # fmt: skip
 _MOST_BYTES: Final = 64 << 20
+_NLL_MOST: Final = 700.0
+"""Nats. Beyond it the perplexity is no float64, and what gave it no model."""
 _MOST_NUMBER: Final = 1e300
 
 
@@ -35,15 +37,16 @@ def summary(scores: Scores, rows: NDArray[np.intp] | slice = slice(None)) -> dic
     """Return positions, KL statistics (nats), top-1 agreement (0 to 1) and perplexities of rows.
 
     Perplexities are over the rows whose next token both sides could see; None where there is none.
+
+    Raises:
+        MeasurementRefused: kind `nll`: the perplexity is no number.
     """
     kl = scores.kl[rows].astype(np.float64)
     candidate, reference = scores.candidate_nll[rows], scores.reference_nll[rows]
     known = np.isfinite(candidate) & np.isfinite(reference)
     ppl: dict[str, float | None] = {"candidate": None, "reference": None, "ratio": None}
     if known.any():
-        ours, theirs = (
-            math.exp(float(np.mean(nll[known], dtype=np.float64))) for nll in (candidate, reference)
-        )
+        ours, theirs = (_perplexity(nll[known]) for nll in (candidate, reference))
         ppl = {"candidate": ours, "reference": theirs, "ratio": ours / theirs}
     quantiles = np.quantile(kl, list(_QUANTILES.values()), method="linear")
     return {
@@ -56,6 +59,15 @@ def summary(scores: Scores, rows: NDArray[np.intp] | slice = slice(None)) -> dic
         "top1_agreement": float(scores.top1[rows].mean()),
         "ppl": ppl,
     }
+
+
+def _perplexity(nll: NDArray[np.float32]) -> float:
+    mean = float(np.mean(nll, dtype=np.float64))
+    if not mean < _NLL_MOST:
+        raise MeasurementRefused(
+            "nll", f"the mean negative log-likelihood is {mean:g}: no perplexity of a model"
+        )
+    return math.exp(mean)
 
 
 def build_report(

@@ -291,7 +291,16 @@ def score_topk(
             same[row0 + row] = found.top1_same
             mass += min(1.0, math.fsum(math.exp(logp) for _, logp in p))
         for name, recording in (("reference", reference), ("candidate", candidate)):
-            nll[name][row0 : row0 + count] = recording.stored_rows(row0, count)[:, 0]
+            found_nll = recording.stored_rows(row0, count)[:, 0]
+            odd = np.isinf(found_nll) | (found_nll < -0.001)
+            if odd.any():
+                row = int(np.argmax(odd))
+                raise MeasurementRefused(
+                    "nll",
+                    f"{recording.path / 'rows.f32'}: {recording.where(row0 + row)}: the next "
+                    f"token's negative log-likelihood is {found_nll[row]:g}",
+                )
+            nll[name][row0 : row0 + count] = found_nll
         if progress is not None:
             progress(row0 + count, rows)
     scores = Scores(kl, nll["candidate"], nll["reference"], same)
