@@ -350,6 +350,12 @@ ROWS: dict[str, tuple[Callable[[Path], None], str, str]] = {
         put("logp.f16", 4 * ROW + 2 * 9, NAN), "logprob",
         r"row 4 \(document 1, position 1\): token 9 has the log-probability NaN",
     ),
+    "signalling": (
+        lambda f: put(
+            "logp.f16", 2 * int(np.fromfile(f / "top.bin", "<i4")[0]), struct.pack("<H", 0xFD00)
+        )(f),
+        "logprob", "row 0 .*the log-probability NaN",
+    ),
     "infinity": (put("logp.f16", 2 * ROW, INF), "logprob", "row 2 .*token 0 has"),
     "above-0": (
         put("logp.f16", 2 * 5, struct.pack("<e", 0.25)), "logprob", "row 0 .*0.25: above 0",
@@ -515,6 +521,7 @@ def test_a_damaged_base_file_is_refused_by_name(tmp_path: Path, name: str) -> No
     ("head", "message"),
     [
         (struct.pack("<f", np.nan), "scale nan and minimum"),
+        (struct.pack("<I", 0x7FA00000), "scale nan and minimum"),
         (struct.pack("<f", -1e-4), "scale -0.0001 and minimum"),
         (struct.pack("<ff", 0.0, -3.0), r"row 1 \(document 0, position 5\): its prob.* add up to"),
         (struct.pack("<ff", 1e-3, -3.0), "above 0"),

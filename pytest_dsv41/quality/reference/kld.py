@@ -170,7 +170,7 @@ class _KldReader(Reader):
         top = recording.stored_top(row0, count)
         ids = top["id"]
         self._check_ids(row0, ids)
-        # A damaged float32 may be a signalling NaN: it is named as any other, without a warning.
+        # A damaged number may be a signalling NaN: it is named as any other, without a warning.
         with np.errstate(invalid="ignore"):
             block = _KldBlock(
                 codes=codes,
@@ -180,7 +180,7 @@ class _KldReader(Reader):
                 nll=recording.stored_rows(row0, count)[:, 0].astype(np.float64),
                 largest=codes.view(np.int16).max(axis=1),
             )
-        self._check_values(row0, block)
+            self._check_values(row0, block)
         return block
 
     def _check_ids(self, row0: int, ids: NDArray[np.int32]) -> None:

@@ -158,7 +158,9 @@ class _BaseReader(Reader):
         view = memoryview(self._buffer)[:need]
         read_exact(self._fd, view, recording.start + row0 * recording.row_bytes, recording.path)
         words = np.frombuffer(view, "<u2").reshape(count, recording.row_bytes // 2)
-        heads = words[:, :4].copy().view("<f4").astype(np.float64)
+        # A signalling NaN is named as any other number that is none, without a warning.
+        with np.errstate(invalid="ignore"):
+            heads = words[:, :4].copy().view("<f4").astype(np.float64)
         for row, (scale, lowest) in enumerate(heads):
             if not (0 <= scale <= 1 and np.isfinite(lowest)):
                 raise MeasurementRefused(
