@@ -185,7 +185,7 @@ def render_comparison(
         )
         parts += [
             Text.assemble(
-                ("   quality ", "dim"),
+                ("   gate " if row.is_gate else "   quality ", "dim"),
                 safe(f"{row.arm}, {row.cell}:"),
                 " ",
                 verdict_text(row.verdict),

@@ -175,6 +175,21 @@ def test_compare_says_what_was_not_the_same(
     assert "+12.5 %" in flat
 
 
+def test_compare_calls_a_gate_a_gate_and_a_quality_cell_quality(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = demo_folder(tmp_path / "a")
+    summary = json.loads((folder / "summary.json").read_text())
+    cells = summary["decisions"]["fast"]["cells"]
+    judged = {"verdict": "PASS", "decides": True, "reason": "as asked", "series": []}
+    cells["floor"] = judged | {"gate": {"kind": "throughput"}}
+    cells["same"] = judged | {"gate": {"positions": 8}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    _, out, _ = run(capsys, "compare", str(folder), str(demo_folder(tmp_path / "b")))
+    assert "   gate fast, floor: PASS: as asked" in out.splitlines()
+    assert "   quality fast, same: PASS: as asked" in out.splitlines()
+
+
 def test_compare_with_a_killed_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan()
     first = demo_folder(tmp_path / "a")
