@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict
 
 from ..text import one_line
-from .arm_keys import arm_keys, left_keys
+from .arm_keys import arm_keys, flag_keys, left_keys
 
 if TYPE_CHECKING:
     from .plan import Plan
-    from .spec import Arm, WindowSpec
+    from .spec import WindowSpec
 
 __all__ = ["GATE_REPEATS", "GateVerdict", "KlGate", "ThroughputGate", "judge_gates", "told_gates"]
 
@@ -99,7 +99,7 @@ def judge_gates(
         if isinstance(gate, ThroughputGate):
             found.append(_throughput(gate, plan, records, arm))
         elif gate.arm == arm:
-            found.append(_kl(gate, [window.control, window.arm(arm)], served or {}))
+            found.append(_kl(gate, window, served or {}))
     return found
 
 
@@ -113,7 +113,7 @@ def told_gates(window: WindowSpec) -> list[str]:
                 f"({one_line(gate.source, 200)})"
             )
             continue
-        found = _kl(gate, [window.control, window.arm(gate.arm)], {})
+        found = _kl(gate, window, {})
         lines.append(f"{gate.name}: arm {gate.arm}: {found.verdict}, known already: {found.reason}")
         lines += [f"note: {note}" for note in found.notes]
     return lines
@@ -214,7 +214,17 @@ def _apart(
     return rows
 
 
-def _kl(gate: KlGate, arms: Sequence[Arm], served: Mapping[str, Sequence[str]]) -> GateVerdict:
+def _of_every_arm(table: Mapping[str, Any]) -> dict[str, str]:
+    """The flags of the command that a target starts every arm with, of whichever host."""
+    experiment = table.get("experiment")
+    command = table.get("command") or (
+        experiment.get("command") if isinstance(experiment, Mapping) else None
+    )
+    lists = command.values() if isinstance(command, Mapping) else [command or ()]
+    return {key: value for words in lists for key, value in flag_keys(words).items()}
+
+
+def _kl(gate: KlGate, window: WindowSpec, served: Mapping[str, Sequence[str]]) -> GateVerdict:
     told = []
     for check in gate.checks:
         value, limit = check.get("value"), check.get("limit")
@@ -229,22 +239,30 @@ def _kl(gate: KlGate, arms: Sequence[Arm], served: Mapping[str, Sequence[str]]) 
         "scored": dict(gate.scored),
         "shape": dict(gate.shape),
     }
-    lines = [line for arm in arms for line in _left(gate.shape, arm, served.get(arm.name, ()))] or [
-        _NO_SHAPE
-    ] * (not gate.shape)
+    every = _of_every_arm(window.target.table)
+    lines = [
+        line
+        for arm in (window.control, window.arm(gate.arm))
+        for line in _left(
+            gate.shape, arm.name, {**every, **arm_keys(arm, served.get(arm.name, ()))}
+        )
+    ]
+    lines = lines if gate.shape else [_NO_SHAPE]
     notes = tuple(f"{gate.name}: {line}" for line in lines)
     verdict = "PASS" if gate.verdict == "PASS" else "LOSS"
     return GateVerdict(gate.name, verdict, "; ".join(told), facts, notes)
 
 
-def _left(shape: Mapping[str, Any], arm: Arm, argv: Sequence[str]) -> list[str]:
+def _left(shape: Mapping[str, Any], arm: str, keys: Mapping[str, str]) -> list[str]:
     """How an arm leaves the scored shape, and what of that shape is not known of it."""
-    left, untold = left_keys(shape, arm_keys(arm, argv))
+    left, untold = left_keys(shape, keys)
     lines = [
-        f"{one_line(key, 60)} was {one_line(was, 60)} where it was scored, arm {arm.name} has "
+        f"{one_line(key, 60)} was {one_line(was, 60)} where it was scored, arm {arm} has "
         f"{one_line(now, 60)}: the score does not stand for that shape"
         for key, was, now in left
     ]
     if untold:
-        lines.append(f"whether arm {arm.name} has the scored {', '.join(untold)} is not told by it")
+        lines.append(
+            f"whether arm {arm} has the scored {one_line(', '.join(untold), 200)} is not told by it"
+        )
     return lines

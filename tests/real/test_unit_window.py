@@ -16,6 +16,7 @@ import pytest
 
 from pytest_dsv41.errors import RefusedByWorld
 from pytest_dsv41.hosts import Probe
+from pytest_dsv41.unit.drift import drift
 from pytest_dsv41.unit.memory import law_against, parse_ledger, read_law
 from tests.lab.lab import Lab
 from tests.lab.pair import break_it
@@ -196,7 +197,6 @@ FOLDERS = {
     "etc": f"/etc/systemd/system/{UNIT}.d",
     "run": f"/run/systemd/system/{UNIT}.d",
     "service.d": "/etc/systemd/system/service.d",
-    "service.d in run": "/run/systemd/system/service.d",
 }
 EXEC = "ExecStart=\nExecStart=/srv/staging/serve.sh\n"
 ENV = "Environment=SERVE_ENV_FILE=/srv/staging/serve.env\n"
@@ -264,6 +264,27 @@ def test_a_window_on_a_drifted_unit_is_refused_and_nothing_touched(
     assert path in stopped
     assert ("served.service has drifted" in stopped) is (name < Path(DROP_IN).name)
     unit.assert_serving_and_nothing_left()
+
+
+def test_drift_that_is_registered_is_lived_with_and_left_where_it_is(unit: UnitHost) -> None:
+    path, text = f"{FOLDERS['service.d']}/10-site.conf", "[Service]\nEnvironment=SITE=north\n"
+    unit.host.write(path, text)
+    try:
+        undrift(unit)
+        found = drift(unit.host, UNIT)
+        assert [(f.kind, f.path, f.line) for f in found] == [("drop-in", path, 2)]
+        table = unit.folder / "target.toml"
+        known = f"registered_drift = ['{found[0].id}']\n"
+        table.write_text(table.read_text().replace("[target.host]\n", f"{known}[target.host]\n"))
+        unit.shape = unit.target().capture()
+        ended = unit.run()
+        assert ended.returncode == 0, ended.output
+        restored(ended.summary)
+        assert flag(unit.proofs(ended.folder)["X"], "--round-ms") == "1.6"
+        assert unit.host.read(path) == text.encode()
+        unit.assert_serving_and_nothing_left()
+    finally:
+        unit.host.remove(path)
 
 
 def test_a_window_under_a_kernel_limit_below_its_floor_is_refused(unit: UnitHost) -> None:

@@ -236,6 +236,28 @@ def test_what_a_units_arm_must_show_is_held_against_the_scored_shape(tmp_path: P
     assert all("kv-cache-dtype was fp8 where it was scored" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        'kind = "local"\ncommand = ["{python}", "--kv-cache-dtype", "bf16", "--max-num-seqs=3"]',
+        'kind = "spark-pair"\n[target.experiment]\n'
+        'command = { head = ["serve", "--kv-cache-dtype=bf16"], worker = ["serve", '
+        '"--max-num-seqs", "3"] }',
+    ],
+)
+def test_the_command_of_every_arm_is_held_against_the_scored_shape(
+    tmp_path: Path, target: str
+) -> None:
+    made = kl_plan(tmp_path, 0.0146, arms="", gate=UNIT_KL, target=target)
+    left = "arm c1: same: kv-cache-dtype was fp8 where it was scored, arm {} has bf16: the score "
+    assert ended(made).notes == [
+        f"{left.format(arm)}does not stand for that shape" for arm in ("control", "c1")
+    ]
+    # What an arm says itself goes over it.
+    own = 'args = ["--kv-cache-dtype", "fp8"]\n'
+    assert ended(kl_plan(tmp_path, 0.0146, arms=own, gate=UNIT_KL, target=target)).notes == []
+
+
 def test_a_switch_of_the_scored_shape_is_there_or_not(tmp_path: Path) -> None:
     gate = UNIT_KL.partition("shape = ")[0] + "shape = {{ spec = true, mlock = false }}\n"
     assert ended(kl_plan(tmp_path, 0.0146, arms='args = ["--spec"]\n', gate=gate)).notes == []
