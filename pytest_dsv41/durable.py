@@ -156,7 +156,13 @@ def _named(path: Path) -> Iterator[None]:
 def _temporary(path: Path, data: bytes, like: os.stat_result | None = None) -> Iterator[Path]:
     """Write `data`, synced, to a new file beside `path`; gone again on leaving."""
     temp = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(temp, flags, _MODE)
+    except OSError as error:
+        # Nobody knows the temporary file's name.
+        error.filename = str(path)
+        raise
     try:
         try:
             if like is not None:

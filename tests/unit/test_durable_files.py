@@ -110,3 +110,11 @@ def test_a_lock_whose_file_was_replaced_is_taken_on_the_new_file(tmp_path: Path)
     assert FileLock(path).held_elsewhere()
     new.release()
     old.release()
+
+
+def test_a_folder_that_takes_no_file_is_told_by_the_files_own_name(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "x.json"
+    for write in (write_atomic, create_exclusive):
+        with pytest.raises(FileNotFoundError) as refused:
+            write(path, "x")
+        assert refused.value.filename == str(path)
