@@ -751,6 +751,13 @@ def test_what_is_not_as_captured_is_no_restore(unit: Host) -> None:
     assert unit.serves_its_own_shape()
 
 
+def test_a_unit_that_is_down_differs_in_that_alone(unit: Host) -> None:
+    target = unit.captured()
+    assert target.apart() == ["it runs nothing"]
+    unit.host.write(ENV_FILE, "KV=q4_0\n")
+    assert target.apart() == [f"{ENV_FILE} is not as it was", "it runs nothing"]
+
+
 def test_a_capture_that_cannot_bring_back_leaves_production_untouched(unit: Host) -> None:
     target = unit.captured()
     target.start_production()

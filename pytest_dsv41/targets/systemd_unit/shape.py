@@ -108,8 +108,11 @@ class UnitShape:
             leads = self.real(was["path"])
             to = "" if leads == was["real"] else f": it leads to {one_line(leads, 200)}"
             found.append(f"{was['path']} is not as it was{to}")
+        if not now["argv"]:
+            # What nothing runs has no environment and no ledger that could differ.
+            return [*found, "it runs nothing"]
         if now["argv_sha256"] != captured["argv_sha256"]:
-            found.append(f"it runs {one_line(shlex.join(now['argv']), 600) or 'nothing'}")
+            found.append(f"it runs {one_line(shlex.join(now['argv']), 600)}")
         before, after = captured["environment"], now["environment"]
         changed = [n for n in sorted({*before, *after}) if before.get(n) != after.get(n)]
         if changed:
