@@ -137,7 +137,7 @@ def systemctl(call: Call) -> Reply:
     if verb == "show":
         wanted = words[1].partition("=")[2].split(",")
         said = {
-            "LoadState": "loaded",
+            "LoadState": (machine.load("/fake/load") or b"loaded").decode(),
             "ActiveState": now["active"],
             "Result": "exit-code" if now["restarts"] else "success",
             "MainPID": str(now["pid"]),

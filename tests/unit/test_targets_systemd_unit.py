@@ -751,6 +751,16 @@ def test_what_is_not_as_captured_is_no_restore(unit: Host) -> None:
     assert unit.serves_its_own_shape()
 
 
+def test_a_unit_that_somebody_masked_is_said_to_be(unit: Host) -> None:
+    target = unit.captured()
+    unit.host.write("/fake/load", "masked")
+    with pytest.raises(WindowStopped, match=r"served\.service: it is masked, by somebody else"):
+        target.start_arm("X", SMALL)
+    with pytest.raises(RefusedByWorld, match="it is masked since the window's capture"):
+        target.apart()
+    assert unit.host.read(DROP_IN) is None
+
+
 def test_a_unit_that_is_down_differs_in_that_alone(unit: Host) -> None:
     target = unit.captured()
     assert target.apart() == ["it runs nothing"]

@@ -348,7 +348,7 @@ class SystemdUnitTarget:
             written = self._starts.write(name, start, arm, captured)
             self._unit.reload(name)
             unit = self._unit.look()
-            meanwhile = files_apart(captured, self._shape.files(unit, own=False))
+            meanwhile = self._changed(captured, unit)
             if not meanwhile and unit.drop_ins[-1:] != (self._starts.drop_in,):
                 where = "not the last" if self._starts.drop_in in unit.drop_ins else "not loaded"
                 meanwhile = [f"{self._starts.drop_in} is {where}"]
@@ -466,7 +466,7 @@ class SystemdUnitTarget:
         """
         live, captured = self.live_experiments(), self._shape.captured()
         unit = self._unit.look()
-        foreign = files_apart(captured, self._shape.files(unit, own=False))
+        foreign = self._changed(captured, unit)
         if foreign:
             raise RefusedByWorld(
                 f"{self._login.name}: {foreign[0]} since the window's capture, and not by it; "
@@ -475,6 +475,13 @@ class SystemdUnitTarget:
         return live or self._shape.apart(captured)
 
     # -- inside: proofs ----------------------------------------------------------------------------
+
+    def _changed(self, captured: Mapping[str, Any], unit: UnitState) -> list[str]:
+        """What of the unit's files, as they are loaded, is not as captured and no start's."""
+        if unit.load != "loaded":
+            # Masked, or gone: there is no file to look into.
+            return [f"it is {unit.load}"]
+        return files_apart(captured, self._shape.files(unit, own=False))
 
     def _experiment(self, unit: UnitState) -> str:
         """Why the unit is not in its own shape, or nothing."""
