@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pytest_dsv41.hosts import CommandLog, Probe
 from pytest_dsv41.hosts.ssh import SshHost
@@ -219,6 +219,20 @@ class UnitHost(Pair):
         self.host.write(f"{self.units}/{UNIT}", self.unit_file)
         (folder / "target.toml").write_text(self._target_text())
         self.window = self.write_window("kv")
+
+    def __enter__(self) -> Self:
+        """Let the unit serve."""
+        try:
+            self.serve()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Undo every fault, and take away whatever a test has left."""
+        self.lab.mend()
+        self.clean()
 
     @property
     def drop_in(self) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.lab.lab import HOSTS, Lab, missing, sweep
 from tests.lab.pair import Pair
+from tests.lab.unit_host import UnitHost
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +53,10 @@ def pair(lab: Lab, tmp_path: Path) -> Iterator[Pair]:
     finally:
         lab.mend()
         pair.clean()
+
+
+@pytest.fixture
+def unit(lab: Lab, tmp_path: Path) -> Iterator[UnitHost]:
+    """A host whose unit serves; whatever a test leaves on it is taken away."""
+    with UnitHost(lab, tmp_path) as unit:
+        yield unit

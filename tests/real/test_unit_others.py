@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,6 @@ from tests.lifecycle.running import Ended
 pytestmark = pytest.mark.slow
 
 FOREIGN = b"[Service]\nOOMScoreAdjust=77\n"
-
-
-@pytest.fixture
-def unit(lab: Lab, tmp_path: Path) -> Iterator[UnitHost]:
-    """A host whose unit serves; whatever a test leaves on it is taken away."""
-    unit = UnitHost(lab, tmp_path)
-    unit.serve()
-    try:
-        yield unit
-    finally:
-        lab.mend()
-        unit.clean()
 
 
 def short(unit: UnitHost) -> Path:

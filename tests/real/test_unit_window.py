@@ -35,18 +35,6 @@ from tests.lifecycle.running import Ended
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def unit(lab: Lab, tmp_path: Path) -> Iterator[UnitHost]:
-    """A host whose unit serves; whatever a test leaves on it is taken away."""
-    unit = UnitHost(lab, tmp_path)
-    unit.serve()
-    try:
-        yield unit
-    finally:
-        lab.mend()
-        unit.clean()
-
-
 LLAMA = pytest.mark.skipif(
     not (os.environ.get("LLAMA_SERVER") and os.environ.get("LLAMA_MODEL")),
     reason="set LLAMA_SERVER and LLAMA_MODEL after: "
@@ -62,12 +50,8 @@ def either(request: pytest.FixtureRequest, lab: Lab, tmp_path: Path) -> Iterator
         unit = UnitHost(lab, tmp_path)
     else:
         unit = LlamaHost(lab, tmp_path, os.environ["LLAMA_SERVER"], os.environ["LLAMA_MODEL"])
-    try:
-        unit.serve()
+    with unit:
         yield unit
-    finally:
-        lab.mend()
-        unit.clean()
 
 
 def flag(proof: dict[str, object], name: str) -> str:
@@ -306,9 +290,7 @@ def test_a_window_under_a_kernel_limit_below_its_floor_is_refused(unit: UnitHost
 
 @LLAMA
 def test_a_real_llamacpp_with_f16_against_q8_0(lab: Lab, tmp_path: Path) -> None:
-    unit = LlamaHost(lab, tmp_path, os.environ["LLAMA_SERVER"], os.environ["LLAMA_MODEL"])
-    try:
-        unit.serve()
+    with LlamaHost(lab, tmp_path, os.environ["LLAMA_SERVER"], os.environ["LLAMA_MODEL"]) as unit:
         ended = unit.run(patience_s=PATIENCE_S)
         # Which verdict is the machine's business; that it was measured to its end is not.
         assert ended.returncode in (0, 10, 11), ended.output
@@ -328,9 +310,6 @@ def test_a_real_llamacpp_with_f16_against_q8_0(lab: Lab, tmp_path: Path) -> None
             assert abs(held.apart) < 1e-3
         assert any("K dtype: f16 -> q8_0" in line for line in summary["ledgers"]["small"])
         unit.assert_serving_and_nothing_left()
-    finally:
-        lab.mend()
-        unit.clean()
 
 
 def rollback(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -414,9 +393,7 @@ threshold = 0.05
 
 
 def test_several_arms_between_two_controls_through_sudo(lab: Lab, tmp_path: Path) -> None:
-    unit = SudoUnit(lab, tmp_path)
-    try:
-        unit.serve()
+    with SudoUnit(lab, tmp_path) as unit:
         text = unit.window.read_text()
         text = text.replace('schedule = "C/X/C"', 'schedule = "C/X1/X2/C"')
         text = text.replace("repeats = {control = 2, fast = 3}", "repeats = 3")
@@ -435,24 +412,16 @@ def test_several_arms_between_two_controls_through_sudo(lab: Lab, tmp_path: Path
         unit.assert_serving_and_nothing_left()
         ran = set(unit.run_on_host("cat", "/run/sudo.log").split())
         assert {"systemctl", "sh", "busctl", "install", "chmod"} <= ran
-    finally:
-        lab.mend()
-        unit.clean()
 
 
 def test_a_unit_of_the_logins_own_manager(lab: Lab, tmp_path: Path) -> None:
-    unit = UserUnit(lab, tmp_path)
-    try:
-        unit.serve()
+    with UserUnit(lab, tmp_path) as unit:
         ended = unit.run()
         assert ended.returncode == 0, ended.output
         restored(ended.summary)
         assert flag(unit.proofs(ended.folder)["X"], "--round-ms") == "1.6"
         assert "kv K dtype: f16 -> q8_0" in ended.summary["ledgers"]["fast"]
         unit.assert_serving_and_nothing_left()
-    finally:
-        lab.mend()
-        unit.clean()
 
 
 @pytest.fixture
@@ -460,13 +429,8 @@ def contained(lab: Lab, tmp_path: Path) -> Iterator[PodmanUnit]:
     """A host whose unit runs its server in a container of podman."""
     if shutil.which("podman") is None:
         pytest.skip("apt-get install -y --no-install-recommends podman")
-    unit = PodmanUnit(lab, tmp_path)
-    try:
-        unit.serve()
+    with PodmanUnit(lab, tmp_path) as unit:
         yield unit
-    finally:
-        lab.mend()
-        unit.clean()
 
 
 def test_a_unit_whose_server_runs_in_a_container(contained: PodmanUnit) -> None:
