@@ -24,7 +24,7 @@ from pytest_dsv41.hosts.ssh import SshHost
 
 INSTALL = (
     "apt-get update && apt-get install -y --no-install-recommends openssh-server "
-    "systemd-container nftables iproute2 tmux dbus-user-session libpam-systemd podman"
+    "systemd-container nftables iproute2 tmux dbus-user-session libpam-systemd"
 )
 HOSTS = ("alpha", "beta")
 _TOOLS = ("systemd-nspawn", "sshd", "ssh-keygen", "ip", "tmux", "nsenter", "unshare", "dbus-daemon")

@@ -406,6 +406,13 @@ class PodmanUnit(UnitHost):
         self.host.write("/etc/serve/serve.sh", _CONTAINED)
         self.run_on_host("chmod", "755", "/etc/serve/inside.sh", "/etc/serve/serve.sh")
 
+    def cannot_contain(self) -> str:
+        """Why no container can run on this kernel, in podman's words; empty when one can."""
+        argv = ["podman", "run", "--rm", "--network", "host", "--cgroups", "disabled"]
+        argv += ["--rootfs", "/srv/root", "/bin/true"]
+        done = self.host.run(argv, name="test", deadline_s=60.0, check=False)
+        return done.stderr.strip() if done.returncode else ""
+
     def clean(self) -> None:
         """Take container and mounts away too."""
         self.run_on_host("podman", "rm", "--force", "--ignore", "served", check=False)

@@ -429,7 +429,12 @@ def contained(lab: Lab, tmp_path: Path) -> Iterator[PodmanUnit]:
     """A host whose unit runs its server in a container of podman."""
     if shutil.which("podman") is None:
         pytest.skip("apt-get install -y --no-install-recommends podman")
-    with PodmanUnit(lab, tmp_path) as unit:
+    host = PodmanUnit(lab, tmp_path)
+    refused = host.cannot_contain()
+    if refused:
+        host.clean()
+        pytest.skip(f"podman runs no container on a lab host here: {refused}")
+    with host as unit:
         yield unit
 
 
