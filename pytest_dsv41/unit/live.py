@@ -38,10 +38,20 @@ _IGNORED: Final = " (ignore_errors="
 
 # What `podman run --detach` prints.
 _CONTAINER_ID: Final = re.compile("[0-9a-f]{64}")
+# The journal learns late whose line it has: those of a process that ended at once may lie under the
+# next try's invocation. What the unit has printed since this one began is then what there is.
 BOOT_LOG: Final = f"""\
-journalctl --no-pager -q -o cat "_SYSTEMD_INVOCATION_ID=$1" | head -c {_BOOT_BYTES}
+if journalctl --no-pager -q -n 1 -o cat "_SYSTEMD_INVOCATION_ID=$1" | grep -q .; then
+  set -- "_SYSTEMD_INVOCATION_ID=$1"
+else
+  began=$(journalctl --no-pager -q -o short-unix "INVOCATION_ID=$1" + "USER_INVOCATION_ID=$1" |
+    head -n 1 | cut -d ' ' -f 1)
+  [ -n "$began" ] || exit 0
+  set -- --since "@$began" "_SYSTEMD_UNIT=$2" + "_SYSTEMD_USER_UNIT=$2"
+fi
+journalctl --no-pager -q -o cat "$@" | head -c {_BOOT_BYTES}
 """
-"""Argument: an invocation's id. What that start printed, of whichever manager."""
+"""Arguments: an invocation's id, the unit. What that start printed, of whichever manager."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +233,7 @@ class LiveUnit:
         return self._journal(state)
 
     def _journal(self, state: UnitState) -> str:
-        argv = ["sh", "-c", BOOT_LOG, "sh", state.invocation]
+        argv = ["sh", "-c", BOOT_LOG, "sh", state.invocation, self.name]
         done = self.host.run(argv, name="boot-log", deadline_s=_LOG_S, check=False, private=True)
         return done.stdout
 

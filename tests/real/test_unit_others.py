@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import time
 from pathlib import Path
 
 import pytest
 
 from pytest_dsv41.hosts import Probe
+from pytest_dsv41.unit.live import LiveUnit
 from tests.lab.lab import Lab
 from tests.lab.unit_host import ENV_FILE, UNIT, UnitHost
 from tests.lifecycle.running import Ended
@@ -131,3 +135,27 @@ def test_a_unit_whose_name_and_drop_ins_are_escaped(lab: Lab, tmp_path: Path) ->
         unit.run_on_host("systemctl", "stop", name, check=False)
         unit.run_on_host("rm", "-rf", f"{unit.units}/{name}", f"/run/systemd/system/{name}.d")
         unit.clean()
+
+
+def test_words_that_the_journal_keeps_under_the_next_try_are_told_of_the_first(
+    unit: UnitHost,
+) -> None:
+    before = unit.run_on_host("systemctl", "show", "-P", "InvocationID", UNIT).strip()
+    # The first try prints nothing, as far as the journal knows.
+    script = "#!/bin/sh\n[ ! -e $0.tried ] || echo $0: only now >&2\n: > $0.tried\nexit 1\n"
+    unit.host.write("/etc/serve/serve.sh", script)
+    unit.run_on_host("chmod", "755", "/etc/serve/serve.sh")
+    unit.run_on_host("systemctl", "restart", "--no-block", UNIT)
+    live = LiveUnit(unit.host, UNIT, login=unit.host)
+    said = "/etc/serve/serve.sh: only now"
+    limit = time.monotonic() + 30.0
+    while said not in unit.run_on_host("journalctl", "-q", "-o", "cat", "-u", UNIT):
+        assert time.monotonic() < limit
+    fields = ("-q", "-o", "json", "--output-fields=INVOCATION_ID", f"UNIT={UNIT}")
+    lines = unit.run_on_host("journalctl", *fields).splitlines()
+    tries = list(dict.fromkeys(json.loads(line).get("INVOCATION_ID") for line in lines))
+    first = tries[tries.index(before) + 1]
+    printed = ("-q", "-o", "cat", f"_SYSTEMD_INVOCATION_ID={first}")
+    assert unit.run_on_host("journalctl", *printed) == ""
+    state = dataclasses.replace(live.look(), invocation=first)
+    assert live.last_words(state) == f"its last line: {said}"

@@ -643,7 +643,7 @@ class SystemdUnitTarget:
         """
         own = [state for state in seen if state.invocation != before.invocation]
         told = "it printed nothing"
-        for _ in range(10):
+        for _ in range(30):
             for state in own:
                 told = self._unit.last_words(state)
                 if told.startswith("its last line"):
