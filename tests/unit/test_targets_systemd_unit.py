@@ -173,10 +173,8 @@ def test_a_drifted_unit_is_refused_unless_the_drift_is_registered(unit: Host) ->
     unit.target(registered_drift=["0123456789abcdef"]).capture()
 
 
-KNOBS = {
-    "paths": ["/sys/module/ttm/parameters/pages_limit", "/sys/module/ttm/parameters/pages_max"],
-    "floor_mib": 150_000,
-}
+LIMIT = "/sys/module/ttm/parameters/pages_limit"
+KNOBS = {"paths": [LIMIT, "/sys/module/ttm/parameters/pages_max"], "floor_mib": 150_000}
 
 
 @pytest.mark.parametrize(
@@ -196,9 +194,8 @@ KNOBS = {
 def test_a_kernel_limit_below_its_floor_refuses_the_window(
     unit: Host, limit: bytes | None, told: str | None
 ) -> None:
-    path = KNOBS["paths"][0]  # type: ignore[index]
     if limit is not None:
-        unit.host.write(path, limit)
+        unit.host.write(LIMIT, limit)
     before = unit.systemd()
     target = unit.target(knobs=KNOBS)
     if told is None:
@@ -211,7 +208,7 @@ def test_a_kernel_limit_below_its_floor_refuses_the_window(
         assert "\n" not in str(refused.value)
     # Nothing was touched: neither the unit nor the knob.
     assert unit.systemd() == before
-    assert unit.host.read(path) == limit
+    assert unit.host.read(LIMIT) == limit
     # A host with larger pages has another cap under the same count.
     unit.host.write("/fake/page", "65536")
     if limit == b"32253039\n":
@@ -219,8 +216,8 @@ def test_a_kernel_limit_below_its_floor_refuses_the_window(
 
 
 def test_a_limit_that_cannot_be_read_refuses_the_window(unit: Host) -> None:
-    unit.host.write(KNOBS["paths"][0], b"52428800\n")  # type: ignore[index]
-    unit.world.arm("partition", f"read {KNOBS['paths'][0]}", host="alpha")  # type: ignore[index]
+    unit.host.write(LIMIT, b"52428800\n")
+    unit.world.arm("partition", f"read {LIMIT}", host="alpha")
     with pytest.raises(RefusedByWorld, match=r"target\.knobs: alpha: cannot be read"):
         unit.target(knobs=KNOBS).capture()
 
